@@ -36,7 +36,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Decorate `backward` to run without grad; differentiating its results raises an error."""
+    """Decorate `backward` to run without grad; eager code cannot differentiate its results."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -51,7 +51,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Return `tensors[count:]`, which require grad because `dummy` does; their backward raises."""
+    """Return `tensors[count:]`, made to require grad by `dummy`, so that their backward raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, dummy: Tensor, *tensors: Any) -> tuple[Any, ...]:

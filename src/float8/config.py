@@ -16,7 +16,7 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
 
 def torchao_hint(value: object) -> str:
-    """Return "" or, for a `value` of a class of torchao or float8_experimental, what to import."""
+    """Return the import that errors advise if `value` is of torchao or its predecessor, or ""."""
     library, name = type(value).__module__.partition(".")[0], type(value).__name__
     is_theirs = library in ("torchao", "float8_experimental")
     return f"; this one is of {library}: `from float8 import {name}`" if is_theirs else ""
@@ -45,7 +45,7 @@ class ScalingType(enum.Enum):
     DYNAMIC = "dynamic"
     """From the amax of the tensor that is cast."""
     DELAYED = "delayed"
-    """From the amaxes of recent steps; requires a sync once per optimizer step."""
+    """In training from amaxes of recent steps (see `attach_to_optimizer`), else as `DYNAMIC`."""
     DISABLED = "disabled"
     """The tensor is not cast: it stays in high precision."""
 
@@ -118,8 +118,8 @@ class ScalingGranularity(Granularity):
 class CastConfig:
     """How one tensor is cast to float8: the origin and granularity of its scales, and its format.
 
-    Raises a `TypeError` for a field of the wrong type, and a `ValueError` for an unsupported
-    `target_dtype`, or if `scaling_type` is not `DYNAMIC` and the granularity is not `TENSORWISE`.
+    Raises a `ValueError` if `target_dtype` is not e4m3, e5m2 or None, or if `scaling_type` is not
+    `DYNAMIC` and the granularity not `TENSORWISE`; a `TypeError` for other fields of a wrong type.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -128,7 +128,7 @@ class CastConfig:
     """Which elements share a scale. All but `TENSORWISE` require `DYNAMIC`."""
     target_dtype: torch.dtype | None = None
     """`torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default: e5m2 for a grad_output
-    with one scale, else e4m3. Always None under `DISABLED`."""
+    with one scale, else e4m3. Always None under `DISABLED`. Experts use e4m3 in any case."""
     power_of_2: bool = False
     """Whether scales are rounded up to a power of two. `Float8LinearConfig` sets it for all casts
     by `round_scales_to_power_of_2`. Always True for blocks of 32, and False under `DISABLED`."""
@@ -188,7 +188,7 @@ class DelayedScalingConfig:
 class CastSite(enum.Enum):
     """An operand of one of the three GEMMs of a linear layer, which may be cast to float8.
 
-    Each tensor is an operand of two GEMMs. If both have equal casts, one cast serves both.
+    Each tensor is an operand of two GEMMs; the member with `FOR` in its name is of the second.
     """
 
     INPUT = "input"
@@ -203,7 +203,7 @@ CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)
 """The members of `CastSite`: Dynamo (torch 2.11) cannot iterate over the enum itself."""
 
 BASE_SITE = {x: CastSite(x.value.split("_for_")[0]) for x in CAST_SITES if "_for_" in x.value}
-"""Site of a tensor's cast for its second GEMM -> for its first, whose cast is the default."""
+"""A tensor as operand of its second GEMM -> of its first, whose cast is the default for it."""
 
 GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
     "output": (CastSite.INPUT, CastSite.WEIGHT),
@@ -237,8 +237,8 @@ class Float8LinearRecipeName(enum.Enum):
     """`ROWWISE`, but grad_weight in high precision, and one scale for the weight in grad_input."""
     BLOCKWISE = "blockwise"
     """Dynamic scaling with one scale per 1x128 elements of input and grad_output, and per 128x128
-    of the weight, and of the input for grad_weight. All in e4m3. That input has 1x128 in experts,
-    and if `cast_config_input_for_grad_weight` is set to `cast_config_input` (slower on Hopper)."""
+    of the weight, and of the input for grad_weight: in experts 1x128, or if you set its cast to
+    `cast_config_input` (slower). All in e4m3. GPUs other than Hopper require `emulate`."""
     MXFP8 = "mxfp8"
     """Dynamic scaling with one 8-bit exponent per 1x32 elements along the contraction dim of each
     GEMM. All in e4m3. Runs on Blackwell. Other GPUs require `emulate`; CPUs always emulate."""
@@ -254,7 +254,7 @@ class Float8Weights(enum.Enum):
     HELD = "held"
     """Weights are cast once per optimizer step (`attach_to_optimizer`, `update_float8_weights`) for
     training; evaluation casts on the fly. Row and column data, two bytes per element, and scales
-    are kept, too. FSDP2 gathers casts of shards in any case. Same results as `ON_THE_FLY`."""
+    are kept, too; FSDP2 keeps and gathers casts of shards. Same results as `ON_THE_FLY`."""
     ONLY = "only"
     """Frozen weights are cast in the conversion, and replaced: one byte per element is left, and
     the scales, which take an eighth of a byte per element under `BLOCK_1x32`."""
@@ -290,7 +290,7 @@ class Float8LinearConfig:
     cast_config_input: CastConfig = field(default_factory=CastConfig)
     """The cast of the input for `output`."""
     cast_config_input_for_grad_weight: CastConfig | None = None
-    """The cast of the input for `grad_weight`. None: reuse the cast for `output`."""
+    """The cast of the input for `grad_weight`. None: the same as for `output`."""
     cast_config_weight: CastConfig = field(default_factory=CastConfig)
     """The cast of the weight for `output`."""
     cast_config_weight_for_grad_input: CastConfig | None = None
@@ -298,31 +298,31 @@ class Float8LinearConfig:
     cast_config_grad_output: CastConfig = field(default_factory=CastConfig)
     """The cast of grad_output for `grad_input`."""
     cast_config_grad_output_for_grad_weight: CastConfig | None = None
-    """The cast of grad_output for `grad_weight`. None: reuse the cast for `grad_input`."""
+    """The cast of grad_output for `grad_weight`. None: the same as for `grad_input`."""
     gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
     enable_fsdp_float8_all_gather: bool = False
     """Under FSDP2, cast each rank's shard of the weight and all-gather float8. Requires equal casts
-    of the weight for `output` and `grad_input`. No effect on weights that are not sharded, and on
-    experts stored as [E, K, N]."""
+    for `output` and `grad_input`, by `TENSORWISE`, squares, or rows with power-of-2 scales. Ignored
+    if the weight is not sharded, or stored as [E, K, N]. Weights with scales of rows or squares are
+    gathered in high precision, with a warning, if shards are uneven or cut a row or square."""
     float8_weights: Float8Weights = Float8Weights.ON_THE_FLY
     """When weights are cast. `HELD` and `ONLY` need equal casts for `output` and `grad_input`."""
     pad_inner_dim: bool = True
-    """Pad dims to multiples of 16, or of the width of blocks, with zeros inside the cast, which
-    changes no result. Only True is accepted."""
+    """Must be True: casts zero-pad dims to multiples of 16 or of block width; results are equal."""
     emulate: bool = False
     """Compute GEMMs in high precision on the dequantized values: the same numerics on any device,
-    slowly. In bfloat16 where bfloat16 holds the values exactly, else in float32."""
+    slowly. On GPUs in bfloat16 if scales surely are powers of two, else in float32."""
     round_scales_to_power_of_2: bool = False
-    """Round all scales up to powers of two, so that scaling itself adds no rounding error."""
+    """Round computed scales up to powers of two, so that scaling itself adds no rounding error."""
     delayed_scaling_config: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)
     enable_amax_init: bool = True
     """Under delayed scaling, use dynamic scales until the amax of a step is below twice the largest
-    amax before it. False: all scales are 1.0 until the first sync."""
+    in the history. False: scales are 1.0 in training until a sync with a recorded amax."""
     enable_pre_and_post_forward: bool = True
-    """Under delayed scaling, have a forward with gradients raise a `RuntimeError` if the optimizer
-    stepped without a sync. Layers attached to an optimizer, and compiled code, do not check."""
+    """Under delayed scaling, have a forward with gradients raise a `RuntimeError` if it detects a
+    missing sync. Compiled code and layers attached to an optimizer do not check."""
     force_recompute_fp8_weight_in_bwd: InitVar[bool] = False
     """Accepted for compatibility with torchao, not stored, no effect: see `float8_weights`."""
 
@@ -362,7 +362,7 @@ class Float8LinearConfig:
         return casts
 
     def _check_gemm(self, gemm: str) -> None:
-        """Raise a `ValueError` if GEMM `gemm` ("output", ...) cannot multiply operands cast so."""
+        """Raise a `ValueError` if GEMM `gemm` ("output", ...) does not support its two casts."""
         a, b = map(self.cast_config, GEMM_OPERANDS[gemm])
         fields_of_both = " and ".join(f"cast_config_{x.value}" for x in GEMM_OPERANDS[gemm])
         got = f"GEMM '{gemm}': got {fields_of_both}"
@@ -411,7 +411,7 @@ class Float8LinearConfig:
 
     @functools.cached_property
     def only_on(self) -> tuple[int, ...]:
-        """Major compute capabilities of GPUs that run all GEMMs of this config; (): no limit."""
+        """Major compute capabilities of GPUs with all GEMMs of this config; (): any from 8.9."""
         # () is the least tuple. BLACKWELL and HOPPER are both in a config only under `emulate`.
         return max(cast.scaling_granularity.only_on for cast in self.own_casts.values())
 
@@ -421,7 +421,7 @@ class Float8LinearConfig:
         return tuple(x for x, (a, _) in GEMM_OPERANDS.items() if self.cast_config(a).is_float8)
 
     def short_str(self) -> str:
-        """Return the name of the recipe with these casts or, if there is none, all casts as text.
+        """Return the name of the recipe with these casts or, if none has, `own_casts` as text.
 
         Adds `emulate`, `round_scales_to_power_of_2` and `enable_fsdp_float8_all_gather` if they
         differ from that recipe's or, without one, from those of "tensorwise".
@@ -499,7 +499,7 @@ def _recipe(recipe_name: Any) -> Float8LinearConfig:
 
 
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return `config` or that of the recipe it names (None: "tensorwise"); raise if unknown."""
+    """Return `config` or the recipe it names (None: "tensorwise"); raise an error if neither."""
     if isinstance(config, Float8LinearConfig):
         return config
     if config is None or isinstance(config, Float8LinearRecipeName | str):

@@ -5,7 +5,7 @@ import functools
 import torch
 
 E4M3 = torch.float8_e4m3fn
-"""4 exponent bits, 3 mantissa bits: for inputs and weights."""
+"""4 exponent bits, 3 mantissa bits: for inputs, weights, and gradients under finer scaling."""
 
 E5M2 = torch.float8_e5m2
 """5 exponent bits, 2 mantissa bits: for gradients under per-tensor scaling."""
@@ -28,7 +28,7 @@ def ceil16(n: int) -> int:
 
 
 GROUP_ALIGNMENT = 128
-"""Tokens of each group are padded to multiples of 128 for GEMMs that contract over tokens."""
+"""Tokens of each expert are padded to multiples of 128 for GEMMs that contract over tokens."""
 
 HOPPER, BLACKWELL = (9,), (10, 12)
 """Major compute capabilities of GPUs with GEMMs under scales of 128-element blocks (`HOPPER`), and
@@ -40,7 +40,7 @@ def lacks_float8_gemm(device: torch.device, *, only: tuple[int, ...] = ()) -> st
     """Return the reason why `device` cannot run float8 GEMMs, or None if it can.
 
     CPU and meta devices can. An NVIDIA GPU needs compute capability 8.9 or higher or, if `only` is
-    not empty, one whose major version is in `only`, as block scales and MXFP8 require.
+    not empty, a major version in `only`, as block scales and MXFP8 require. No other device can.
     """
     if device.type in ("cpu", "meta"):
         return None

@@ -1,4 +1,4 @@
-"""`matmul` multiplies two float8 operands, on every device, under scales of any granularity."""
+"""`matmul` multiplies two float8 operands, on CPU or GPU, with scales per tensor, row or block."""
 
 import contextlib
 import functools
@@ -53,18 +53,18 @@ class Gemm(NamedTuple):
 def matmul(
     a: Operand, b: Operand, shape: tuple[int, int], *, gemm: Gemm, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
+    """Return `(a.data * a.scale) @ (b.data * b.scale).T`, new and contiguous, of `shape` (M, N).
 
-    GPUs multiply float8, or if `gemm.emulate` is True, dequantized values in high precision: in
-    bfloat16 if scales are powers of two, else in float32. CPUs always compute in high precision.
-
-    `a.data` [M, K] and `b.data` [N, K] are float8, contiguous along K as Hopper's tensor cores read
-    them. Scales are one per tensor, row or block, as `gemm.granularities` says (not checked). K and
-    N are multiples of 16, unless `gemm.emulate`; on GPUs a scale per tensor is aligned to 16 bytes.
-    Returns a new contiguous tensor of `out_dtype` and `shape`, (M, N) without rows that pad data.
+    GPUs multiply float8 or, if `gemm.emulate` is True, dequantized values: in bfloat16 if
+    `gemm.powers_of_2`, else in float32. CPUs multiply in float32. Sums are in float32, but with
+    `gemm.use_fast_accum` GPUs may add float8 products in fewer bits. `a.data` [M, K] and `b.data`
+    [N, K] are float8, contiguous along K, not empty in eager mode, and may have more rows, for
+    padding. Scales are one per tensor, row or block, as `gemm.granularities` says (not checked). On
+    GPUs, unless `gemm.emulate`, K and N are multiples of 16, 1x128 scales are column-major, and
+    scales per tensor are aligned to 16 bytes.
 
     Raises:
-        RuntimeError: the device has no float8 GEMM for such scales, and `gemm.emulate` is False.
+        RuntimeError: in eager mode, if the device lacks the GEMM, and `gemm.emulate` is False.
     """
     granularity_a, granularity_b = gemm.granularities
     one_scale_each = granularity_a.one_scale and granularity_b.one_scale
@@ -147,7 +147,7 @@ register(
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return `(a @ b.T) * scale_a * scale_b` by a float32 GEMM, in `out_dtype`; 0-dim scales."""
+    """Return `(a @ b.T) * scale_a * scale_b` by a float32 GEMM, of float8 `a` and `b`."""
     # On some CPUs with AMX `torch._scaled_mm` takes 300 times as long.
     with torch.autocast(a.device.type, enabled=False):
         product = a.to(torch.float32) @ b.to(torch.float32).t()
@@ -167,7 +167,7 @@ GEMM_OPS: set[Any] = {
     torch.ops.aten._scaled_mm_v2.default,
     torch.ops.float8.matmul.default,
 }
-"""The ops that `matmul` calls without `emulate`."""
+"""Ops of float8 GEMMs of linear layers; `save_gemm_outputs` saves their outputs."""
 
 
 def _scale_per_row(operand: Operand) -> Tensor:

@@ -12,7 +12,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of torch.compile and DDP, or `model` if unwrapped."""
+    """Return the model inside all wrappers of torch.compile and DDP; `model` if it has none."""
     is_ddp = isinstance(model, DistributedDataParallel)
     inner = model._modules.get("module" if is_ddp else "_orig_mod")
     return model if inner is None else unwrapped(inner)

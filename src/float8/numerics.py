@@ -29,8 +29,8 @@ ROLES = "input", "weight", "grad_output"
 def of_this_rank(x: Any, cast: Cast | None) -> tuple[Tensor, Cast | None]:
     """Return this rank's part of `x` in high precision, and `cast`, by which to quantize it.
 
-    If `x` is a DTensor, the returned `cast` (unless None) all-reduces amaxes over the ranks with
-    other shards. With a partial placement, the part is all of `x`, summed over ranks.
+    If `x` is a DTensor, the returned `cast` (unless None) all-reduces amaxes over mesh dims
+    that do not replicate `x`. With a partial placement, the part is all of `x`, summed over ranks.
     """
     if is_dtensor(x):
         cast = cast and cast._replace(reduce=amax_over(sharding_groups(x)))
@@ -72,10 +72,10 @@ def count(x: Tensor, data: Tensor, bound: Tensor | None, all_count: bool) -> Ten
 
 
 def tally(numbers: Tensor, totals: Tensor, calls: Tensor, counted: bool) -> None:
-    """Add `numbers`, a result of `count`, to `totals` in place, and increment `calls` in place.
+    """Add `numbers`, a result of `measure`, to `totals` in place, and increment `calls` in place.
 
-    `calls`, 0-dim int64 on the CPU, counts the calls of all layers: its new value is n, the number
-    of this call. `totals` [8] float64 holds, over calls with these `totals`: the largest 1 / n,
+    `calls`, 0-dim int64 on the CPU, counts calls for all layers, in forward or in backward: n, its
+    new value, numbers this call. `totals` [8] float64 holds, over calls with it: the largest 1 / n,
     which is the first call's; that of calls with a non-finite value, or 0; the largest amax; and
     sums of the five counts in `numbers`. If `counted` is False, only the first two may change.
     """
@@ -98,9 +98,9 @@ COUNT, TALLY = torch.ops.float8.count.default, torch.ops.float8.tally.default
 def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = None) -> Tensor:
     """Quantize this rank's part of `x` by `cast`; count values that underflow or saturate.
 
-    `x` is [..., C]; with `offs`, the group offsets, tokens [R, C] or weights [E, N, K] of experts.
-    If `col`, the transposed copy is quantized. If `x` is in float8, its zeros count as underflow of
-    nonzero values. If `cast` is None, only non-finite values are counted; other numbers are 0.
+    `x` is [..., C]; with `offs`, the group offsets, weights [E, N, K] or tokens [R, C] of experts;
+    rows after the last group do not count. `col`: quantize the transposed copy. If `x` is in float8
+    already, its zeros count as underflow. If `cast` is None, all but the last number are 0.
     Returns [6] float64: the amax, then the numbers of elements, of nonzero values, of nonzero
     values that become 0, of finite values that saturate, and of values that are not finite.
     """
@@ -137,8 +137,8 @@ def measure(x: Any, cast: Cast | None, col: bool = False, offs: Tensor | None = 
 def over_ranks(rows: Tensor, keys: Sequence[Any], maxima: int, group: Any) -> list[list[float]]:
     """All-reduce `rows` [len(keys), n] over `group` (None: all ranks); return its rows as lists.
 
-    The first `maxima` columns are reduced by max, the others by sum. `keys` are the names of rows;
-    if ranks have different ones, raises a `ValueError`. Not reduced without `torch.distributed`.
+    The first `maxima` columns, >= 0, are reduced by max in float32, others by sum. `keys` name the
+    rows; raises `ValueError` if ranks have others. No reduction without a default process group.
     """
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD if group is None else group
@@ -152,7 +152,7 @@ def over_ranks(rows: Tensor, keys: Sequence[Any], maxima: int, group: Any) -> li
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the mesh of `model` or, without DTensors, of its first Parameter."""
+    """Return the device of the mesh, else of the first Parameter, else raise a `ValueError`."""
     device_type, first = mesh_device_type(model.parameters()), next(model.parameters(), None)
     if first is None:
         raise ValueError(f"model: got a {type(model).__name__} without Parameters, expected some")
@@ -160,7 +160,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _Observer:
-    """Callable that a layer runs in each forward of one step: adds statistics to `totals`."""
+    """Callable that a layer runs in each forward of a watched step, to add up statistics."""
 
     def __init__(self, layer: Any, fwd_calls: Tensor, bwd_calls: Tensor) -> None:
         device = next((p.device for p in layer.parameters(False) if not p.is_meta), "cpu")
@@ -173,7 +173,7 @@ class _Observer:
 
     def __call__(self, layer: Any, casts: Casts, x: Any, weight: Any, y: Any, offs: Any = None,
         name: str = "") -> Any:  # fmt: skip
-        """Measure underflow and amax of casts of `x`, `weight` and, in backward, the grad of `y`.
+        """In grad mode, measure casts of `x`, `weight` and, in backward, of the gradient of `y`.
 
         Called by `layer` with its output `y`. Returns `y`, or an alias whose backward measures. For
         experts, `offs` are the group offsets, and `name` is the weight's attribute ("": find it).
@@ -196,7 +196,7 @@ class _Observer:
 
 
 class _MeasureGradient(torch.autograd.Function):
-    """Identity whose backward counts underflow in grad_output; Dynamo traces no tensor hooks."""
+    """Identity whose backward measures grad_output; a hook on `y` could break compiled graphs."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, cast: Cast, offs: Any, totals: Tensor, calls: Tensor) -> Any:
@@ -245,16 +245,16 @@ class Watch(contextlib.ExitStack):
         """End a training step, after its last backward; return statistics over ranks of `group`.
 
         Returns `{}` if the step was not watched, else four numbers for each layer (or weight of
-        experts) and role: `input` and `weight` as cast for the GEMM `output`, and `grad_output` as
-        cast for `grad_input`. All zeros of a tensor that reaches the layer in float8 are underflow.
+        experts) and role that casts in training: `input` and `weight` as cast for GEMM `output`,
+        `grad_output` for `grad_input`. All zeros of tensors that come in float8 are underflow.
 
         - `"layers.0.attention.query/input/amax"`: the largest absolute value, NaN if one is NaN.
         - `.../underflow`: the share of nonzero values that become 0.
         - `.../saturation`: the share of nonzero values that saturate; 0 unless scaling is delayed.
         - `.../nonfinite`: the share of all values that are NaN or Inf.
 
-        First are `input` and `weight` of all layers in the order of forward, then `grad_output` in
-        that of backward. A layer stands at its first call or, if any had a NaN or Inf, at that one.
+        First are `input` and `weight` of layers in the order of forward, then `grad_output` in that
+        of backward. A layer's first `input` (`grad_output`) with NaN or Inf counts, or its first.
 
         Raises a `ValueError` if ranks of `group` have different layers, or `model` no Parameters.
         """

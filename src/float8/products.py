@@ -11,36 +11,36 @@ Shape = tuple[int, int]
 class Dense:
     """Namespace of the functions with which a linear layer casts tensors and computes its GEMMs.
 
-    The autograd function `Linear` gets this class, or a subclass for experts or for tokens that are
-    sharded over ranks, and calls its functions, such as `quantize_rows`. Their `*expert_ends` are
-    empty here, and one tensor for experts: the ends of the rows of each.
+    The autograd function `Linear` gets this class, a subclass for experts, or an instance of a
+    subclass for tokens sharded over ranks, and calls its functions. Input is [M, K], output [M, N].
+    `*expert_ends` is empty here, or one tensor for experts: the ends of the rows of each.
     """
 
     columns_from_values = True
-    """Whether compiled code casts the input to column data (transposed) in backward."""
+    """Whether compiled code makes column data (transposed) of the input in backward, not forward.
+    Independent of this, forward makes them if grad_weight needs another cast than output."""
     keeps_row_data = False
-    """Whether backward makes column data from row data of the input, gathered from all ranks."""
+    """Whether backward makes column data from saved row data, gathered from all ranks."""
     repeats_scales = False
-    """Whether a per-tensor scale is repeated for each row of the weights, as [E, N] for experts."""
+    """Whether the scale of a weight with one is repeated for each row, as [E, N] for experts."""
     stored_transposed = False
-    """Whether the Parameter stores weights [E, N, K] as [E, K, N]."""
-
+    """Whether a Parameter whose casts are kept (`HELD`) stores weights [E, N, K] as [E, K, N]."""
     quantize_rows: Any = staticmethod(quantize)
-    """Quantize the input [M, K]: `(x, cast, *expert_ends, row, col, traced)` to a `Quantized`."""
+    """Quantize the input [M, K]: `(x, cast, *expert_ends, row=, col=, traced=)` to `Quantized`."""
     quantize_grad: Any = staticmethod(quantize)
-    """Quantize grad_output [M, N]: `(x, cast, *expert_ends, row, col)` to a `Quantized`."""
+    """Quantize grad_output [M, N]: `(x, cast, *expert_ends, row=, col=)` to `Quantized`."""
     quantize_weight: Any = staticmethod(quantize)
-    """Quantize a weight: `(weight, cast, row, col, pad_rows, traced, after)` to a `Quantized`."""
+    """Quantize a weight: `(x, cast, row=, col=, pad_rows=, traced=, after=)` to `Quantized`."""
     padded: Any = staticmethod(padded)
-    """Pad row data of a weight for GEMMs: `(row_data, granularity)` to an `Operand`."""
+    """Pad row data of a weight to 16 or block width: `(row_data, granularity)` to an `Operand`."""
     transposed: Any = staticmethod(to_col)
-    """Convert row data of a weight to column data: `(row_data, cast_config, after)`."""
+    """Make column data from row data of a weight: `(row_data, cast_config, after)` to `Operand`."""
     output: Any = staticmethod(matmul)
-    """Multiply [M, K] by [N, K]: `(a, b, (M, N), *expert_ends, gemm, out_dtype)` to [M, N]."""
+    """Return `a @ b.T` [M, N]: `(a [M, K], b [N, K], (M, N), *expert_ends, gemm=, out_dtype=)`."""
     grad_input: Any = staticmethod(matmul)
-    """Multiply [M, N] by [K, N], with the arguments of `output` and shape (M, K), to [M, K]."""
+    """Return `a @ b.T` [M, K] of operands [M, N] and [K, N], with arguments as of `output`."""
     grad_weight: Any = staticmethod(matmul)
-    """Multiply [N, M] by [K, M], with the arguments of `output` and shape (N, K), to [N, K]."""
+    """Return `a @ b.T` [N, K], of experts [E, N, K], of [N, M] and [K, M], like `output`."""
     outer: Any = staticmethod(lambda grad_output, x: grad_output.t() @ x)
     """Compute grad_weight in high precision: `(grad_output, input, *expert_ends)` to [N, K]."""
     scatter: Any = None
@@ -52,4 +52,4 @@ class Dense:
 
 
 PRODUCTS: dict[int, Any] = {2: Dense}
-"""Number of dims of a weight -> the class that multiplies by it; `float8.experts` adds 3."""
+"""Number of dims of a weight -> the class like `Dense` for it; `float8.experts` adds that of 3."""

@@ -14,7 +14,7 @@ from float8.kernels.dequantize import dequantised_by_kernel
 from float8.scales import Operand, Quantized, amax_to_scale
 
 Reduction = Callable[[Tensor], Tensor]
-"""A collective function from the amax of this rank's part of a tensor to that of the whole."""
+"""A collective function from amaxes of this rank's parts of tensors to those of the whole."""
 
 
 class ScaleSource(Protocol):
@@ -22,22 +22,23 @@ class ScaleSource(Protocol):
 
     @property
     def amax(self) -> Tensor:
-        """The largest amax recorded since scales were last updated, 0-dim float32."""
+        """The largest amax recorded since this 0-dim float32 tensor was made or last zeroed."""
 
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` [R, C] to the format of `cast_config` by the chosen scale, and record its amax.
+        """Cast `x` [R, C] by the stored scale or, if none is set yet, by one from the amax of `x`.
 
-        Returns row data [R, C] (None unless `row`) and column data [C, R], the transposed copy
-        (None unless `col`), zero-padded to multiples of 16; R of row data only if `pad_rows`.
+        Records that amax if recording is on. `cast_config` sets the format. Returns row data [R, C]
+        (None unless `row`) and column data [C, R], the transposed copy (None unless `col`),
+        zero-padded to multiples of 16; R of row data only if `pad_rows`.
         """
 
     def observe(self, amax: Tensor) -> None:
-        """Set `self.amax` to max(self.amax, amax), for a tensor that `self.cast` does not cast."""
+        """If recording is on, record `amax`, of a tensor that `self.cast` does not cast."""
 
     def choose(self, dynamic: Tensor) -> Tensor:
-        """Return the stored scale, or `dynamic`, computed from the amax of a tensor, if not set."""
+        """Return the stored scale or, if none is set yet, `dynamic`, computed from an amax."""
 
     def with_new_amax(self) -> "ScaleSource":
         """Return a source with the same scale and a new zero `amax`, in which its casts record."""
@@ -47,14 +48,13 @@ class Cast(NamedTuple):
     """How `quantize` casts one tensor: to which format, and where the scale comes from."""
 
     config: CastConfig
-    """Format, granularity and scaling."""
+    """The format, the granularity, and whether scales are rounded up to powers of two."""
     source: ScaleSource | None = None
-    """Chooses the per-tensor scale; if None, the scale is computed from the amax."""
+    """Has the per-tensor scale, and records the amax. None: compute the scale from the amax."""
     reduce: Reduction | None = None
-    """Reduces the amax over ranks before a per-tensor scale is computed. Also called if `source`
-    is set, since all ranks must take part. Finer scales use the amaxes of this rank alone."""
+    """Reduces amaxes for per-tensor scales over ranks, also if `source` is set; not finer ones."""
     scale: Tensor | None = None
-    """The per-tensor scale to use, or None. If given, no amax is computed."""
+    """The scale to use (for experts: [E]); if given, amax, `source` and `reduce` are not used."""
 
 
 def quantize(
@@ -71,20 +71,20 @@ def quantize(
     """Quantize `x` [R, C] to float8 row data [R, C], column data (the transposed copy) or both.
 
     Dims are zero-padded to multiples of 16 or of the block size; R of row data only if `pad_rows`
-    or if scales are by blocks. Returned scales are copies, unchanged by updates of delayed scaling.
+    or if scales are by blocks. Returned scales are new tensors, except for a `cast.scale` given.
 
     Args:
         x: float32, bfloat16 or float16.
-        cast: format, granularity and scaling.
+        cast: the format and granularity, and where the scale comes from.
         row: return row data.
         col: return column data.
         pad_rows: zero-pad R of row data, too, as GEMMs need for output features.
-        after: a tensor that compiled code must compute before this cast, to keep it in backward.
-        traced: in compiled code, compute the amax (or under scales finer than one per tensor, the
-            whole cast) by plain torch, which a compiler fuses into the producer of `x`. Backward
-            may repeat such a cast, so `cast.source` records the amax apart from it.
-        via: round `x` to this dtype first, as autocast and FSDP2 round weights; under one scale and
-            without `cast.source`, in the kernel that casts.
+        after: a tensor that compiled code must compute before this cast, to keep it in backward;
+            has no effect if `cast.source` casts.
+        traced: in compiled code, compute the amax (under finer scales the whole cast, if blocks
+            divide C and `x.stride(1)` is 1) by plain torch, which a compiler fuses into the
+            producer of `x`; not if `x` may be empty. `cast.source` records apart from the cast.
+        via: round `x` to this dtype first, as FSDP2 rounds weights before it gathers them.
 
     Raises:
         TypeError: `x` is not float32, bfloat16 or float16.
@@ -107,7 +107,7 @@ def quantize(
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
-    """Return the per-tensor scale of `x` or `x.to(via)` for `cast`; its source records the amax."""
+    """Return the scale by which `cast` casts `x`, or `x.to(via)`; its source records the amax."""
     amax = kernels.amax(x)
     if via is not None:  # the amax of rounded values is the rounded amax
         amax = amax.to(via).to(torch.float32)
@@ -126,9 +126,9 @@ def scales_of(
 ) -> list[Tensor]:
     """Return the dynamic per-tensor scales of `tensors`, 0-dim float32, by a few kernels for all.
 
-    The tensors are not empty, and share dtype and device. Scales are those of the tensors rounded
-    to `dtype`. `reduce` takes all amaxes, float32 [len(tensors)], and returns their maxima over
-    ranks. Results are views of one tensor, 16 bytes apart, as cuBLASLt requires.
+    The tensors are not empty, and share dtype and device. Scales are for casts by `cast_config` of
+    the tensors rounded to `dtype`. `reduce` takes all amaxes, float32 [len(tensors)], and returns
+    their maxima over ranks. Results are views of one tensor, 16 bytes apart, for cuBLASLt.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
     amaxes = amaxes.to(dtype).to(torch.float32)  # the amax of rounded values is the rounded amax
@@ -142,13 +142,13 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
     """Return column data (the transposed copy) of a layer's input [R, C], in backward.
 
     `x` is the input or its float8 row data, as saved by forward, which cast with `cast_config` and
-    `scale`. Row data are converted; compiled code saves the column data instead of `x`, one copy
-    for all layers that read `x`. If `x` is in high precision, it is cast; in compiled code:
+    `scale`. Row data are converted: in compiled code, unless checkpointed, in forward, once for all
+    layers that read `x`. If `x` is in high precision, it is cast; in compiled code:
 
     - Under one scale plain torch casts `x`, so that backward may compute `x` again from tensors
       that are kept anyway, such as the input of an activation function.
-    - Under finer scales an opaque op casts `x`: the compiler runs it in forward, and keeps its
-      result. It reads `x` from memory, yet takes less time than compiled amaxes of columns.
+    - Under finer scales an opaque op casts `x`: unless checkpointed, it runs in forward, and its
+      result is kept. It reads `x` from memory, yet is faster than compiled amaxes of columns.
     """
     if x.dtype in FLOAT8_MAX:
         return to_col(Operand(x, scale), cast_config)
@@ -159,7 +159,7 @@ def recast(x: Tensor, cast_config: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Zero-pad columns and, if `pad_rows`, rows of 2-D data: to multiples of block width, or 16."""
+    """Zero-pad columns and, if `pad_rows`, rows of 2-D data to multiples of block width, or 16."""
     data, scale = row
     multiple = granularity.width or GEMM_ALIGNMENT  # the padded sizes are multiples of it
     bottom = -data.shape[0] % multiple if pad_rows and data.dim() == 2 else 0
@@ -174,9 +174,9 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
 def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
     """Return column data (the transposed copy) of row data [R, C] that were cast by `cast_config`.
 
-    Under one scale and under square blocks the bytes are transposed. Otherwise dequantized values
-    are quantized; if scales are powers of two, this rounds only values that are subnormal under the
-    scale of their column. `after`: a tensor that compiled code must compute before the copy.
+    Bytes are transposed under one scale and square blocks. Else dequantized values are quantized:
+    if scales are powers of two, this rounds only values subnormal under the scale of their column.
+    Dims are padded to multiples of 16 or block sizes. Compiled code computes `after` before that.
     """
     granularity = cast_config.scaling_granularity
     if granularity.one_scale:
@@ -191,6 +191,6 @@ def to_col(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -
 
 
 def dequantized(row: Operand, cast_config: CastConfig) -> Tensor:
-    """Return `data * scale` of `row`: in bfloat16 (exact) if scales are powers of 2, or float32."""
-    dtype = torch.bfloat16 if cast_config.power_of_2 else torch.float32
+    """Return `data * scale` of `row`, in bfloat16 if `cast_config.power_of_2`, else in float32."""
+    dtype = torch.bfloat16 if cast_config.power_of_2 else torch.float32  # exact for powers of 2
     return dequantised_by_kernel(row, cast_config.scaling_granularity, dtype)

@@ -1,4 +1,4 @@
-"""Process groups over which a sync reduces amaxes, and a check that ranks have equal layers."""
+"""Process groups over which delayed scaling reduces amaxes, and a check that ranks agree."""
 
 import hashlib
 import itertools
@@ -12,19 +12,19 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """Return the mesh's device type if `weights` has DTensors (even offloaded ones), else None."""
+    """Return the device type of the mesh of sharded DTensors in `weights`; None if none is one."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    """Return the meshes of DTensors in `tensors`, except those that FSDP2 gathered in float8."""
-    # A gathered weight under tensor parallel has the mesh of tensor parallel, without FSDP2's dims.
+    """Return the meshes of DTensors in `tensors`, except of DTensors of `Float8Tensor`s."""
+    # A weight that FSDP2 gathered in float8 has the mesh of tensor parallel, without FSDP2's dims.
     sharded = [x for x in tensors if is_dtensor(x)]
     return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
 def _require_whole_weights(shard_groups: Iterable[Any], synced: list[int], source: str) -> None:
-    """Raise a `ValueError` about `source` if `synced` lacks ranks of one of `shard_groups`."""
+    """Raise `ValueError` if a rank of `shard_groups` is not in `synced`, in texts: `source`."""
     for ranks in map(dist.get_process_group_ranks, shard_groups):
         if not set(ranks) <= set(synced):
             raise ValueError(
@@ -38,10 +38,10 @@ def sync_groups(
 ) -> tuple[Any, ...]:
     """Return the process groups over which delayed scaling reduces the amaxes of some layers.
 
-    Returns `(group,)` if `group` is not None; else one group for each dim of the mesh of `weights`
-    (if they have none, of `fsdp_params`, Parameters of FSDP2 modules around the layers); if there
-    is no mesh, or it has all ranks, one group of all, or () for a single rank. Raises `ValueError`
-    for several meshes, or if `shard_groups`, whose ranks have shards of one weight, have others.
+    `(group,)` if that is not None (`TypeError` if no ProcessGroup); else one for each dim of the
+    mesh of `weights` (or of `fsdp_params`, Parameters of FSDP2 modules around the layers); without
+    a mesh, or if it has all ranks, one of all, or () for one rank. Raises `ValueError` for several
+    meshes, gathered weights without one, or omitted ranks in `shard_groups`, which share a weight.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -68,7 +68,7 @@ def sync_groups(
 
 
 def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
-    """Return those `texts` that not all ranks of `groups` have at that index; None if all agree."""
+    """Return the `texts` that a rank of `groups` lacks at that index (or []); None if all agree."""
 
     def maxima(numbers: list[int]) -> list[int]:
         largest = torch.tensor(numbers, device=device)
@@ -82,4 +82,4 @@ def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) ->
     reduced = maxima(numbers + [-number for number in numbers])  # max(-x) is -min(x)
     largest, smallest = reduced[:count], [-number for number in reduced[count:]]
     differ = [most != least for most, least in zip(largest, smallest, strict=True)]
-    return [*itertools.compress(texts, differ)] if any(differ) else None
+    return [*itertools.compress(texts, differ)] if any(differ) else None  # []: others have more

@@ -9,15 +9,15 @@ from float8.config import Granularity
 from float8.formats import E4M3
 
 SMALLEST_AMAX = 2.0**-100
-"""Lower bound of amax that keeps the scale and its reciprocal in float32's normal range."""
+"""Smaller amaxes count as this one (not in MXFP8), so scales and reciprocals are normal."""
 
 
 def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2: bool) -> Tensor:
     """Return the decode scale that maps `amax` to the largest value of the float8 format `dtype`.
 
     `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
-    format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
-    up, so that nothing saturates. `amax` is float32 of any shape, >= 0; NaN gives NaN, Inf gives
+    format's range, and `x ≈ data * scale`. `round_to_power_of_2` rounds the scale up to a power of
+    two, so that nothing saturates. `amax` is float32 of any shape, >= 0; NaN gives NaN, Inf gives
     Inf. For amaxes of several formats, `dtype` is a float64 tensor of the largest value of each.
     """
     # Literals instead of `FLOAT8_MAX` and `SMALLEST_AMAX`, 7.9e-31: with dynamic=True Dynamo would
@@ -38,8 +38,8 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
 def amax_to_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the MXFP8 scale of blocks: `amax / max(dtype)` rounded up to a power of two.
 
-    `amax` is float32 of any shape, >= 0. The scale is float32, from 2**-127 to 2**127, as 8-bit
-    exponents (E8M0) hold it. Inf gives 2**127, NaN gives NaN.
+    `amax` is float32 of any shape, >= 0. The scale is float32, at least 2**-127, so that an 8-bit
+    exponent (E8M0) holds it. Inf gives 2**127, NaN gives NaN.
     """
     # The largest values are 1.75 times a power of two, so a mantissa above 1.75 rounds up.
     bits, bias = amax.view(torch.int32), 8 if dtype == E4M3 else 15
@@ -65,22 +65,22 @@ class Operand(NamedTuple):
     """One operand of a GEMM: float8 data and their scale."""
 
     data: Tensor
-    """[R, C] float8, contiguous along C, the contraction dim. `quantize` pads C to a multiple of 16
-    or of the block width; `quantize.padded` pads gathered data."""
+    """float8 [R, C], or weights of experts [E, N, K]. For GEMMs, contiguous along the last dim,
+    the contraction dim, and zero-padded along it to a multiple of 16 or of the block width."""
     scale: Tensor
-    """float32 decode scales in the shape of `Granularity.scales`. For experts, grouped rows have
-    [R] and their column data [E, N]; under 1 x k blocks [R, K / k] and [N, width / k]. Weights
-    [E, N, K] have [E, N]; by squares [E, ceil(N / k), ceil(K / k) or more], of any strides."""
+    """float32 decode scales: one element, or the shape that `Granularity.scales` gives for `data`.
+    Without blocks, rows of experts [R, K] have [R], weights [E, N, K] have [E, N]. Column data of
+    such rows, [K, T], have [E, K], or [K, T / k] by 1 x k blocks. Squares may be less padded."""
 
 
 class Quantized(NamedTuple):
-    """A tensor [R, C] in float8: row data, column data (the transposed copy) or both; else None."""
+    """A tensor in float8: row data [R, C], column data [C, R] (the transposed copy), or both."""
 
     row: Operand | Any = None
-    """The row data [R, C], which GEMMs contract over C."""
+    """The row data [R, C], which GEMMs contract over C, or None."""
     col: Operand | Any = None
-    """The column data [C, R], which GEMMs contract over R: quantized from high precision, or from
-    row data where no values in high precision exist (`to_col`, `recast`)."""
+    """The column data [C, R], which GEMMs contract over R, or None. They are quantized from values
+    in high precision or, by `to_col`, made from row data. For rows of experts: a `Columns`."""
 
 
 def dequantised(

@@ -22,7 +22,7 @@ class Attachment:
     handles: list[RemovableHandle]
 
     def remove(self) -> None:
-        """Remove the hooks and free kept casts; also called when the optimizer is destroyed."""
+        """Remove hooks, and free casts of `HELD` weights; also runs when the optimizer is freed."""
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:
@@ -36,9 +36,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     `sync_float8_amax_and_scale_history(model)` updates delayed scaling right before the step, or
     with a closure right after it, so that all forwards in the closure count. After the step
-    `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)` cast
-    weights. The latter also runs now; its casts are renewed at first use, as weights may be loaded.
-    With several optimizers, attach the model to each. Models that need no hooks are unaffected.
+    `update_float8_weights(model)` and `precompute_float8_dynamic_scale_for_fsdp(model)` cast
+    weights. The former also runs now, to see if memory suffices, but until the next step eager code
+    casts again at the first use, compiled code at each. With several optimizers, attach to each.
 
     Args:
         model: the converted model, compiled or not.
@@ -51,7 +51,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         A handle whose `remove()` removes the hooks.
 
     Raises:
-        TypeError: an argument has the wrong type.
+        TypeError: `model` or `optimizer` has the wrong type; a step raises one for `group`.
         ValueError: FSDP gathers a linear layer with `Float8Weights.HELD` in high precision.
     """
     require_module(model, "model")
@@ -76,7 +76,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     handles = [inner.register_step_pre_hook(pre_hook), inner.register_step_post_hook(post_hook)]
     attachment = Attachment(mods, handles)
     for mod in mods:
-        mod._float8_attach()  # also has the first use cast held weights again
+        mod._float8_attach()  # also has the next use cast held weights again
     weakref.finalize(inner, attachment.remove).atexit = False  # not at interpreter exit
     return attachment
 

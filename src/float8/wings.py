@@ -1,8 +1,8 @@
 """Registration of optional features (wings) in tables that the core reads.
 
-Each feature is a folder that imports the core. The core imports no feature except mixins, in
-`linear/base.py` and `linear/module.py`. To remove a feature, delete its folder, its lines here, its
-names in `float8/__init__.py`, and its mixin, as `tests/test_wings.py` does.
+Each feature here is a folder that imports the core, which imports only mixins of features, in
+`linear/base.py` and `linear/module.py`. To remove one, delete its folder, its lines here, its names
+in `float8/__init__.py`, its mixin, and for `fsdp` `experts/gather.py`: see `tests/test_wings.py`.
 """
 
 from float8.checkpoints.loaded import LoadedInFloat8, Quantizers

@@ -19,7 +19,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, Any]]
     The dict has only base layers with an active adapter that is not merged into them yet. If
     `modules_to_save` has an active copy of a module, the copy replaces it. `model` is not changed:
     modules that contain PEFT's are copied, all other modules and all Parameters are shared. Raises
-    `ValueError` if an adapter is of a kind that PEFT cannot merge, or disabled but merged.
+    `ValueError` for adapters that PEFT cannot merge, on integer weights, or disabled but merged.
     """
     peft_layer_of = dict[nn.Module, Any]()
     replacement_of = dict[nn.Module, nn.Module]()  # module -> copy, or itself if nothing changes
@@ -94,11 +94,11 @@ _LEFT_EMPTY = re.compile("_hooks$|^kwargs$|^__composable")
 
 @torch.no_grad()
 def merged_base_layer(*layers: Any, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """Return a float32 copy of the base layer of a PEFT layer, with the active adapters merged.
+    """Return a float32 (or float64) copy of a PEFT layer's base layer, active adapters merged.
 
     `layers` is one PEFT layer, or several whose base layers share a weight: then that of the first
     is returned, with the adapters of all merged into its weight. `gather` is called with each
-    Parameter, and must return the full tensor. Raises `ValueError` if PEFT cannot merge an adapter.
+    Parameter in use, and must return it whole. Raises `ValueError` if PEFT cannot merge an adapter.
     """
     # The memo of `deepcopy`: id of an object -> its copy. Inactive adapters are not copied.
     copies: dict[int, Any] = {id(p): p for layer in layers for p in _inactive_parameters(layer)}

@@ -48,7 +48,7 @@ class Checkpoint:
             raise error
 
     def _open(self, folder: Path, device: str | torch.device) -> None:
-        """Open files to read to `device`; raise if headers contradict index or `config.json`."""
+        """Open all files, to read to `device`; raise if they contradict index or `config.json`."""
         listed: dict[str, set[str]] = {}  # file -> names of its tensors; {} without an index
         with contextlib.suppress(FileNotFoundError):
             listed = _read(folder, INDEX, _read_index)
@@ -89,7 +89,7 @@ class Checkpoint:
         """Return the `quantization_config` of `config.json` in `folder`, or None if it has none.
 
         Exception: files of ComfyUI or modelopt without one give {"quant_method": "comfy"} or
-        {"quant_method": "modelopt"}, so that the error for unsupported formats names theirs.
+        "modelopt", so that errors name their format. Others without `config.json` raise an error.
         """
         with contextlib.suppress(FileNotFoundError):
             if config := _read(folder, CONFIG, _read_json).get("quantization_config"):
@@ -146,7 +146,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
-    """Return {file: its tensors' names} of `index` (JSON); raise for a file outside its folder."""
+    """Return {file: names of tensors} of `index`; raise if {}, or for a file outside its folder."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
@@ -161,7 +161,7 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _read(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
-    """Return `read(path)` of file `name` in `folder / _COMPLETE`, or if not there, in `folder`."""
+    """Return `read(path)` of file `name` among those that a save has not moved, or in `folder`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):  # moved just now
         return read(folder / _COMPLETE / name)
     return read(folder / name)
@@ -187,8 +187,8 @@ def write_files(
 ) -> None:
     """Write a checkpoint to `folder`, replacing an older one, which is kept if an error occurs.
 
-    Each dict {name: tensor} goes into one file as a whole. Files have at most `max_shard_size`
-    bytes, except those of a single dict that is larger. `config` is the text of `config.json`. All
+    Each dict {name: tensor} goes into one file as a whole. Tensors of a file have `max_shard_size`
+    bytes at most, except a single dict that is larger. `config` is the text of `config.json`. All
     files are completed in a subfolder, then moved to `folder`. If the process is killed during the
     moves, `Checkpoint` reads the remaining files in the subfolder, and the next save moves them.
     """
@@ -231,7 +231,7 @@ def write_files(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Context manager to make and lock `folder`; raises `OSError` if another save has locked it."""
+    """Context manager that makes and, if supported, locks `folder`; raises `OSError` if locked."""
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := folder / _LOCK).open("ab") as file:
         try:
@@ -250,7 +250,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dict[str, Tensor]]:
-    """Merge dicts of `tensors`, splitting none, into dicts on the CPU of up to `max_size` bytes."""
+    """Yield dicts of `tensors`, on the CPU, merged up to `max_size` bytes; larger ones alone."""
     # One dict is yielded and cleared again and again, so that one shard is in memory at a time.
     shard, storages, size = dict[str, Tensor](), set[int](), 0
     for named_tensors in tensors:
@@ -270,7 +270,7 @@ def _shards(tensors: Iterable[dict[str, Tensor]], max_size: int) -> Iterator[dic
 
 
 def _move_to_places(folder: Path) -> None:
-    """Move all files in the subfolder `_COMPLETE`, if any, to `folder`; if one fails, move none."""
+    """Move complete files of a save, if any, to `folder`; if one fails, move none, and raise."""
     complete = folder / _COMPLETE
     with contextlib.ExitStack() as undo:
         for name in (*sorted(path.name for path in complete.glob("*.safetensors")), INDEX, CONFIG):
@@ -289,7 +289,7 @@ def _move_to_places(folder: Path) -> None:
 
 
 def _to_disk(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write(path)`, then fsync the file; raise an `OSError` with `path` if either fails."""
+    """Call `write(path)`, then fsync; raise `OSError` with `path` if the OS or safetensors fail."""
     try:
         write(path)
         with path.open("rb+") as file:

@@ -20,11 +20,11 @@ class LoadedInFloat8(Conversion):
     has_rules = False  # heads and adapters are in float8 already
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return whether `mod` is a linear layer with a float8 weight and a Parameter of scales."""
+        """Return whether `mod` is a linear layer that another library loaded in float8."""
         return schemes.scheme_of_layer(mod) is not None
 
     def problem(self, mod: nn.Module, chooser: Chooser) -> str | None:
-        """Return why `mod` cannot take the user's config, which `chooser` holds, or None."""
+        """Return why `mod` cannot take the config of `chooser` (None: keep its bytes), or None."""
         return schemes.why_not_taken(mod, schemes.config_for(mod, chooser.config_or_none))
 
     def prepare(self, mod: nn.Module, chooser: Chooser) -> Callable[[], None]:
@@ -45,11 +45,11 @@ class Quantizers(Feature):
     """Removes what transformers and compressed-tensors attach to float8 models, once converted."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Remove transformers' `hf_quantizer` and compressed-tensors' `ct_decompress_hook`.
+        """Remove transformers' float8 `hf_quantizer` and compressed-tensors' `ct_decompress_hook`.
 
         With the quantizer, transformers refuses to train `model`, and saves the loaded config; the
         hook replaces all dicts of Parameters in the first forward. Both stay if `model` still has a
-        float8 layer of these libraries, or if `config` is None (a conversion to high precision).
+        layer of these libraries or float8 Parameter, or if `config` is None (to high precision).
         """
         has_mark = any(schemes.COMPRESSED_MARK in vars(mod) for mod in model.modules())
         if config is None or has_mark or any(p.dtype in FLOAT8_MAX for p in model.parameters()):

@@ -58,7 +58,7 @@ class Part(NamedTuple):
         return full_shape if self.expert is None else (full_shape[1] // self.pieces, full_shape[2])
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this part of `x`: a view, or dequantized if a scale covers rows of two parts."""
+        """Return this part of `x`: a view, or dequantized if one scale of `x` covers two parts."""
         if self.expert is None:
             return x
         N, _ = self.shape(x.shape)
@@ -79,12 +79,13 @@ Parts = dict[str, Part]
 
 
 def published_parts(model: nn.Module) -> dict[str, Parts]:
-    """Return {name in `model`: {name in files: part}} for all Parameters and persistent buffers.
+    """Return {name in `model`: {name in files: part}} for each tensor of `saved_tensors(model)`.
 
-    If `model` is of transformers, these are the names and parts that it saves: version 5 renames
-    some tensors, and saves a Parameter [E, pieces * N, K] of experts as a weight [N, K] for each
-    expert and piece (such as its gate and its up projection). All other tensors, and those that it
-    could not load again from such files, have one part: all of it, under the name in `model`.
+    A tensor that transformers 5 renames in files has its new name. A Parameter [E, pieces * N, K]
+    of experts that it splits has a part [N, K] for each expert and piece (such as the gate and the
+    up projection). Tensors that it converts otherwise or could not load again, and all others, have
+    one part: all of it, under the name in `model`. Raises `ImportError` if `model` has experts, and
+    transformers is an early release of version 5, which does not tell how it saves them.
     """
     saved = [(*use, x.tensor) for x in saved_tensors(model) for use in x.uses]  # one per name
     published = {name: {name: WHOLE} for name, *_ in saved}
@@ -120,7 +121,6 @@ def published_parts(model: nn.Module) -> dict[str, Parts]:
             # Take the new names, of scales as well, only if loading turns them into the old ones.
             if all(rename(new + suffix, loading) == name + suffix for suffix in suffixes):
                 published[name] = {new: WHOLE}
-        # Tensors that transformers converts in other ways, or several together, keep their names.
         elif _is_experts_weight(module, attr) and len(converter.source_patterns) == 1:
             parts = _split(copy.deepcopy(converter), name, x.shape, root)  # {} if not possible
             renamed = {rename(new, saving): part for new, part in parts.items()}
@@ -169,7 +169,7 @@ def _split(converter: Any, name: str, shape: tuple[int, ...], model: Any) -> Par
     Parameter `name` of `model` has `shape` [E, pieces * N, K]; a part is a piece [N, K] of one
     expert. transformers' `converter` for `name` is run on a small tensor of the numbers 0, 1, ...,
     which show the rows that each result has. Parts are sorted by piece, then expert. Returns {}
-    unless each result is such a piece, and no two are the same.
+    unless each result is such a piece, named `*.weight`, and no two are the same.
     """
     rows = 12  # of each expert in the small tensor; divisible by 1, 2, 3, 4, 6 and 12 pieces
     numbers = torch.arange(shape[0] * rows * 2, device="cpu").view(-1, rows, 2)  # [E, rows, 2]

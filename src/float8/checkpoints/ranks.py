@@ -32,8 +32,8 @@ class ModelRanks:
         """All-gather `value` over each process group of the model's DTensors; return all values.
 
         The values from all groups are in one list, which is [] without DTensors. If a rank passes
-        an `error`, all other ranks raise an error with its text here; on that rank this method
-        returns, and the caller must raise `error`.
+        an `error`, all ranks that pass none raise an error with its text here. On ranks that pass
+        one this method returns, and the caller must raise it.
         """
         cls = next((cls for cls in _ERRORS if isinstance(error, cls)), RuntimeError)
         text = str(error) if cls is not RuntimeError else f"{type(error).__name__}: {error}"
@@ -58,7 +58,7 @@ class ModelRanks:
             self.agree(error=error)
 
     def gather(self, x: Any) -> Tensor:
-        """Return a DTensor `x` all-gathered, after a call of `agree`; any other `x` unchanged."""
+        """Call `agree`, then return DTensor `x` all-gathered; return any other `x` unchanged."""
         if is_dtensor(x):
             self.agree()
             x = x.full_tensor()

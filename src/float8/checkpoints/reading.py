@@ -25,12 +25,11 @@ def read_float8_checkpoint(
 ) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over (name, tensor) pairs of a checkpoint, which reads a tensor at a time.
 
-    A float8 weight is yielded as `Float8Tensor` with the data and scales of the file, which have no
-    pairs of their own; other tensors as stored. All headers are checked before this call returns.
+    A float8 weight is yielded as `Float8Tensor` with the data and scales of the file, others as
+    stored; scales, also of activations, have no pairs. Headers are checked before this returns.
 
     Args:
-        folder: contains `config.json`, whose `quantization_config` describes the float8 format, and
-            one safetensors file, or shards with an index.
+        folder: has `config.json` with a `quantization_config`, and one or more safetensors files.
         dtype: the dtype that each `Float8Tensor` reports, and dequantizes to.
         device: the device that tensors are read to.
 
@@ -39,7 +38,7 @@ def read_float8_checkpoint(
         FileNotFoundError: a file is missing.
         TypeError: `dtype` is not a high-precision dtype.
         ValueError: the format is not supported; a weight lacks a scale of the format's dtype and
-            shape; a file is cut, damaged, or outside of `folder`.
+            shape; a file is cut, damaged, outside of `folder`, or contradicts the index or others.
         RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     if dtype not in HIGH_PRECISION_DTYPES:
@@ -53,27 +52,28 @@ def load_float8_checkpoint(
 ) -> nn.Module:
     """Load a float8 checkpoint into `model`, one tensor at a time, and return `model`.
 
-    Layers and experts with `Float8Weights.ONLY` (weights exist in float8 only) take the data and
-    scales of the files, unchanged. Their recipe must have the granularity of the files: `blockwise`
-    for 128x128 blocks, `rowwise` for a scale per row (channel), `tensorwise` for one scale, `mxfp8`
-    for MXFP8. Other Parameters take the dequantized values, rounded to their dtype. Each rank
-    copies its own shards of DTensors.
-
-    Names in files must be those of `model`, or those under which transformers saves it, with each
-    expert alone. All ranks that share `model` must call this; an error on one is raised on all.
+    Layers and experts with `Float8Weights.ONLY` (weights exist in float8 only) take float8 data and
+    scales of files unchanged, and quantize weights that files have in high precision. Their recipe
+    must have the granularity of the scales: `blockwise` for 128x128 blocks, `rowwise` for a scale
+    per row (channel), `tensorwise` for one, `mxfp8` for MXFP8. Other Parameters and buffers take
+    the values (dequantized), rounded to their dtype. Each rank copies its own shards of DTensors.
+    Names in files must be those of `model`, or those under which transformers saves it (experts
+    often one by one) or which it ignores. Warns if a tensor is left on the meta device. All ranks
+    that share `model` must call this; an error on one is raised on all.
 
     Args:
         model: in high precision or converted to float8. It may be on the meta device, except for
-            DTensors in high precision. Experts stored one by one may be sharded on dim 0 only.
-        folder: contains `config.json`, and one safetensors file, or shards with an index.
+            DTensors that take no float8 data. Experts saved one by one: sharded on dim 0 only.
+        folder: has `config.json` with a `quantization_config`, and one or more safetensors files.
         device: where to make Parameters and buffers that are on the meta device; None: the CPU.
 
     Raises:
-        ImportError, FileNotFoundError: the package safetensors, or a file, is missing.
-        TypeError: `model` is not an `nn.Module`.
-        ValueError: a file is damaged or of no supported format; names or shapes are not those of
-            `model`; a layer with `ONLY` has another granularity; files have an expert twice, alone
-            and with others; or tied Parameters have different values. `model` is unchanged then.
+        ImportError: safetensors is missing; transformers 5 is too old to tell how it saves experts.
+        FileNotFoundError, TypeError: a file is missing; `model` is not an `nn.Module`.
+        ValueError: a file is damaged or of no supported format; names, shapes or kinds of numbers
+            are not those of `model`; a DTensor is excluded above; a layer with `ONLY` has another
+            granularity, or experts a scale for two projections; files have experts joined and one
+            by one, or differ by rank; tied tensors have other values. `model` is unchanged then.
         RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     with ModelRanks(model) as ranks:
@@ -114,14 +114,14 @@ class _Target(NamedTuple):
 
 
 def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]) -> list[str]:
-    """Return the names of the tensors in `checkpoint` to load, for each tensor of `model` one.
+    """Return the names of the tensors to load: one for each of `model`, or each expert's weight.
 
-    `targets` is {name in `model` or name in files: where to load it}. Raises `ValueError` if a
-    tensor is missing, unknown, does not fit, or is there twice, unless it is tied and equal.
+    `targets` is {name in `model` or in files: where to load it}. Raises `ValueError` if a tensor of
+    `model` is missing, one is unknown (unless transformers ignores it) or refused by
+    `_require_fitting`, tied ones have other values, or experts are both joined and one by one.
     """
     class_name = type(model).__name__
     names_in_files = dict[_Target, list[str]]()  # files may have a tied tensor under several names
-    # transformers ignores these names as well, for example of multi-token prediction layers.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in checkpoint.names:
         if name in targets:
@@ -156,7 +156,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, targets: dict[str, _Target]
 
 
 def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None:
-    """Raise `ValueError` if tensor `name` has dtype, shape or scales that `target` cannot take."""
+    """Raise `ValueError` if `target` cannot take tensor `name`: dtype, shape, scales, sharding."""
     (dtype, shape), tensor = checkpoint.headers[name], target.saved.tensor
     shape_of_part = target.part.shape(tuple(tensor.shape))
     only_layers, granularity = target.only_layers, checkpoint.scheme.granularity
@@ -188,7 +188,7 @@ def _require_fitting(name: str, target: _Target, checkpoint: Checkpoint) -> None
 
 
 def _load(target: _Target, read: Callable[..., Tensor], device: torch.device) -> None:
-    """Load the tensor that `read()` returns into `target`, made on `device` if on meta device."""
+    """Load what `read(dtype)` returns into `target`, which is made on `device` if it is on meta."""
     saved, old, only_layers = target.saved, target.saved.tensor, target.only_layers
     if len(only_layers) == len(saved.uses) and target.part == WHOLE:  # all uses are in float8 only
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)

@@ -25,8 +25,8 @@ Header = tuple[Any, tuple[int, ...]]  # dtype of a tensor in a file (a str if un
 class Scheme(NamedTuple):
     """Describes how a checkpoint stores float8 weights: dtype, granularity and names of scales."""
 
-    format: str
-    strategy: str
+    format: str  # "fine-grained-fp8" or "compressed-tensors"
+    strategy: str  # such as "block" or "channel"
     granularity: ScalingGranularity
     recipe: str  # the recipe whose GEMMs read data with these scales
     exponents: torch.dtype | None = None  # dtype of 8-bit exponents in files; None: float32 scales
@@ -43,7 +43,7 @@ class Scheme(NamedTuple):
         return None if granularity.one_scale else [granularity.height, granularity.width]
 
     def accepts(self, granularity: ScalingGranularity) -> bool:
-        """Return whether files can store data with scales of `granularity` without a new cast."""
+        """Return whether files can store scales of `granularity` (32x32 repeated, for 1x32)."""
         if self.granularity is ScalingGranularity.BLOCK_1x32:  # repeat those of 32x32 for each row
             return granularity in (ScalingGranularity.BLOCK_1x32, ScalingGranularity.BLOCK_32x32)
         return granularity is self.granularity
@@ -56,7 +56,7 @@ class Scheme(NamedTuple):
         return self.granularity.scales(shape)[0], 1 if width is None else -(-shape[1] // width)
 
     def require_pair(self, name: str, weight: Header, scale: Header | None) -> None:
-        """Raise `ValueError` unless weight `name` and scale, (dtype, shape), are of this scheme."""
+        """Raise `ValueError` if `scale` is None, or one (dtype, shape) is not of this scheme."""
         (dtype, shape), scale_name = weight, name + self.scale_suffix
         scale_dtype, scale_shape = scale or (None, None)
         shapes = [self.scale_shape(shape)] if len(shape) == 2 else []
@@ -95,7 +95,7 @@ class Scheme(NamedTuple):
     def published(self, weight: Any, is_expert: bool) -> tuple[Tensor, Tensor] | None:
         """Return (data, scale) of `weight`, a `Float8Tensor` [N, K], as files store them, or None.
 
-        None: it must be cast anew, to another dtype, granularity, or scales that are powers of two.
+        None: it needs a new cast (e4m3, granularity, powers of 2). `is_expert`: it is an expert's.
         """
         if not self.accepts(weight._granularity) or weight._data.dtype != E4M3:
             return None
@@ -174,7 +174,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {"['fmt']": "e4m3", ...}: a `quantization_config`'s fields that tell schemes apart."""
+    """Return {"['fmt']": "e4m3", ...}: those fields of a `quantization_config` that must match."""
     if config["quant_method"] != COMPRESSED:
         is_mxfp8 = config["quant_method"] == "mxfp8"
         block, scale_fmt = ([1, 32], "ue8m0") if is_mxfp8 else (None, "float")
@@ -227,8 +227,8 @@ COMPRESSED_MARK = "quantization_scheme"  # compressed-tensors sets it, and a `fo
 def scheme_of_layer(mod: Any) -> Scheme | str | None:
     """Return the `Scheme` of `mod` if it is a linear layer that another library loaded in float8.
 
-    Such layers are of transformers (`FP8Linear`) or compressed-tensors. If their scales fit no
-    scheme, return a text that describes the scales; for all other modules, return None.
+    Such layers are of transformers (`FP8Linear`) or compressed-tensors. If no scheme has scales as
+    theirs, return a text that describes the scales; for all other modules, return None.
     """
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
@@ -251,7 +251,7 @@ def scheme_of_layer(mod: Any) -> Scheme | str | None:
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
-    """Return `config`, or if None one with which `mod`, loaded in float8, keeps its bytes."""
+    """Return `config`, or if None one that keeps the bytes of `mod`, if a scheme has its scales."""
     if config is not None:
         return config
     if not isinstance(scheme := scheme_of_layer(mod), Scheme):

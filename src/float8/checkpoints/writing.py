@@ -34,7 +34,7 @@ class WrittenWeight:
 
     name: str
     as_trained: bool
-    """Whether the bytes in the file are those that training multiplies."""
+    """Whether training multiplies these bytes (if it casts whole weights, from `param_dtype`)."""
 
 
 def float8_weights(
@@ -47,14 +47,16 @@ def float8_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a converted model in a format that inference servers read.
 
-    A weight [N, K] of a `Float8Linear` is yielded as e4m3 data, then its scales under a name with
-    `_scale_inv` ("fine-grained-fp8") or `_scale` added. If `strategy` is the granularity of weights
-    in training, the data are the bytes that training multiplies. Names are those under which
-    transformers saves the model; for other models those of `model.state_dict()` without the
-    prefixes of torch.compile and DDP. Experts that transformers saves one by one are yielded one by
-    one, in float8 even if not converted. Tensors that are not cast may share memory with the model:
-    copy them before the next step. Active adapters of PEFT are merged in float32 before the cast,
-    one layer at a time; names are those without adapters, and `model` is not changed.
+    A weight [N, K] of a `Float8Linear` whose output GEMM is in float8 is yielded as e4m3 data, then
+    scales under a name with `_scale_inv` ("fine-grained-fp8") or `_scale` added. Experts that
+    transformers saves one by one are cast one by one, even if not converted. Not cast are weights
+    in float64, shared with a module in high precision, or marked by transformers to stay float32.
+    Data are the bytes that training multiplies if it casts each weight whole and alone to e4m3,
+    dynamically, with the granularity of `strategy` (for exponents: by powers of two). Names are
+    those by which transformers saves tensors, if it could load them again so; others are as in
+    `model.state_dict()`, without the parts of wrappers. Buffers of delayed scaling are left out.
+    Tensors may share memory with the model: copy them before the next step. Active adapters of PEFT
+    are merged in float32 copies before the cast, layer by layer; names are those without adapters.
 
     Ranks that share a model (FSDP2, tensor parallel) all-gather one weight at a time, and must all
     iterate to the end. FSDP2 modules are resharded first.
@@ -65,18 +67,17 @@ def float8_weights(
         strategy: the granularity of the scales. `"fine-grained-fp8"`: `"block"`, 128x128 (default),
             `"block_ue8m0"`, the same with 8-bit exponents as scales, `"mxfp8"`, 1x32 with 8-bit
             exponents, or `"tensor"`. `"compressed-tensors"`: `"channel"`, one scale per row
-            (default), `"block"`, `"mxfp8"` or `"tensor"`. With exponents, a weight that training
-            casts with scales that are not powers of two gets other bytes here.
-        dtype: the dtype of yielded tensors that are not in float8. None keeps dtypes, but rounds to
-            bfloat16 if most weights are float32, except tensors that transformers keeps in float32.
-        param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if set: weights are rounded to it
-            before the cast, as in training.
+            (default), `"block"`, `"mxfp8"` or `"tensor"`.
+        dtype: that of float32, bfloat16 and float16 tensors that are not cast. None: theirs, or
+            bfloat16 if most weights to cast are float32, except tensors marked to stay float32.
+        param_dtype: that of FSDP2's mixed precision, if set: weights are rounded to it first.
 
     Raises:
+        ImportError: transformers 5 is too old to tell how it saves the experts of `model`.
         TypeError: `model` is not an `nn.Module`, or a dtype is not a high-precision one.
-        ValueError: format or strategy is unknown; no layer is converted; a tensor is on the meta
-            device or in another library's float8; transformers could not load the experts in this
-            format; two tensors or scales have the same name; or adapters cannot be merged.
+        ValueError: format or strategy is unknown; no converted layer has a weight to cast; a tensor
+            is meta, lazy, sparse, or in another library's float8; transformers could not load the
+            experts in this format; names repeat; or adapters cannot be merged, or differ on ranks.
     """
     with ModelRanks(model) as ranks:
         plan = _plan(model, format, strategy, dtype, param_dtype)
@@ -140,31 +141,30 @@ def save_float8_checkpoint(
 
     `config.json` has the values of `model.config`, if there is one (as in transformers), and the
     `quantization_config`. Tied weights are written once. One shard is in memory at a time.
-
     Rank 0 writes. All ranks of a sharded model must call this; an error on one is raised on all. If
     the model is not sharded, ranks do not wait for each other, and ranks > 0 only check the model.
     Files are written to a folder within `folder`, and moved when all are complete: the disk needs
-    room for the old and the new. An error leaves the old checkpoint in place; success removes its
-    shards. Other files in `folder` stay.
+    room for the old and the new. An error leaves the old checkpoint in place. Success removes old
+    shards (as this library and transformers name them); other files in `folder` stay.
 
     Args:
         model: a model that `convert_to_float8_training` has converted, whole or sharded.
         folder: the folder of the checkpoint, made if it does not exist.
         format: `"fine-grained-fp8"`, as of DeepSeek-V3 and Qwen3, or `"compressed-tensors"`.
         strategy: the granularity of scales, such as `"block"`; `float8_weights` lists all values.
-        dtype: that of tensors not in float8; None: theirs, or bfloat16 if most are float32.
+        dtype: that of tensors not cast; None: theirs, or bfloat16 if most weights are float32.
         param_dtype: the dtype to which FSDP2's mixed precision rounds weights first, if it does.
-        max_shard_size: the most bytes of a file, except that a larger tensor gets its own file.
+        max_shard_size: the most bytes of tensors in a file; a larger tensor gets its own file.
 
     Returns:
         A `WrittenWeight` per float8 weight; () on ranks > 0 of a model that is not sharded.
 
     Raises:
-        ImportError: the package safetensors is not installed.
+        ImportError: safetensors is missing; transformers 5 is too old to tell how it saves experts.
         OSError: files cannot be written, or another process or thread saves to `folder`.
         TypeError: `model`, a dtype, or a value in `model.config` is of an unsupported type.
         ValueError: an argument is invalid or differs between ranks; no layer is converted; adapters
-            cannot be merged; or a tensor cannot be stored in this format.
+            cannot be merged; a tensor cannot be stored so; rank 0 has no part of a sharded model.
     """
     with ModelRanks(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
@@ -238,7 +238,7 @@ def _plan(
     dtype: torch.dtype | None = None,  # of tensors not in float8; None: theirs or bfloat16
     param_dtype: torch.dtype | None = None,  # to round weights to before the cast; None: do not
 ) -> _Plan:
-    """Check the arguments and all tensors of `model`; return how to write each. Casts nothing."""
+    """Reshard `model`, check it and the arguments; return how to write each tensor. No casts."""
     require_module(model, "model")
     reshard(model)
     for name, x in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -304,7 +304,7 @@ def _require_storable(saved: SavedTensor, in_float8: bool) -> None:
 
 
 def _float32_names(model: nn.Module) -> Callable[[str], Any]:
-    """Return a function that is true for a name whose tensor transformers keeps in float32."""
+    """Return a function, true for names that transformers marks to stay in float32."""
     patterns = {
         name.replace("*", ".*")
         for module in model.modules()
@@ -360,10 +360,10 @@ def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastC
 def _high_precision_modules(
     model: nn.Module, in_float8: set[nn.Module], published: dict[str, Parts], scheme: Scheme
 ) -> list[str]:
-    """Return names, for `quantization_config`, of linear layers and experts not in `in_float8`.
+    """Return names, for `quantization_config`, of linear layers and experts not cast to float8.
 
-    They are names in `model`, but for the format "fine-grained-fp8" those in files, which come from
-    `published`: {name in `model`: {name in files: part}}.
+    Modules with a 3-dim Parameter count as experts; none is or contains one of `in_float8`. Names
+    are those in `model`, or under "fine-grained-fp8" in `published`: {name: {name in files: part}}.
     """
     in_model = []
     for name, module in model.named_modules():
@@ -377,7 +377,7 @@ def _high_precision_modules(
 
 
 def _require_unique_names(entries: list[_Entry], suffix: str) -> None:
-    """Raise `ValueError` if two tensors, or one and a scale (name + `suffix`), share a name."""
+    """Raise `ValueError` if two tensors share a name, or one has another's name with `suffix`."""
     counts = Counter(name for entry in entries for name in entry.parts)
     scales = {name + suffix for name in counts}  # readers take a tensor of such a name for a scale
     if ambiguous := [name for name, count in counts.items() if count > 1 or name in scales]:
@@ -392,8 +392,8 @@ def _cast_tensors(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of `plan` as files have them: all-gathered, adapters merged, and cast.
 
-    Each dict is {name: float8 data, name of scale: scale}, of which a `WrittenWeight` is appended
-    to `written`, or for a tensor in high precision {name: tensor}.
+    A dict is {name: tensor} in high precision, or {name: float8 data, name of scale: scale}; for
+    each of the latter, a `WrittenWeight` is appended to `written` first.
     """
     to_merge = [layer for layers in plan.peft_layers.values() for layer in layers]
     active = [[*x.active_adapters] for layer in to_merge for x in layers_of_peft(layer)]

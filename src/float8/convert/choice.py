@@ -22,10 +22,10 @@ CHOICE = "_float8_choice"
 
 
 class Choice(NamedTuple):
-    """The decision on a module: the reason to skip it, or None, and a sentence on the GPU."""
+    """Why a module is not converted (None: it is), and for which GPU that was decided, as text."""
 
     skip_reason: str | None = None  # why the module is not converted; None: it is
-    chosen_for: str | None = None  # the report's sentence on the GPU, or on there being none
+    chosen_for: str | None = None  # for the report: the GPU, or that there is none
 
     @property
     def by_filter(self) -> bool:
@@ -44,7 +44,7 @@ class Chooser:
         tokens_per_step: int = DEFAULT_TOKENS,  # rows of a layer's input, to model its speed
         gpu: str | None = None,  # whose speed decides; None: the GPU of the weights
         cuda_graphs: bool = False,  # True: never skip a layer as one that waits for the CPU
-        linear_classes: Collection[type[nn.Linear]] = (),  # with a forward of their own
+        linear_classes: Collection[type[nn.Linear]] = (),  # override forward, compute the same
         head: bool = False,  # whether the output head may be converted, too
     ) -> None:
         self.keep_reasons: dict[nn.Module, str] = {}
@@ -96,7 +96,7 @@ class Chooser:
             raise TypeError(f"linear_classes: got {linear_classes!r}, expected {expected}")
 
     def choose(self, mod: nn.Module, fqn: str) -> Choice | None:
-        """Return the decision on `mod`, or None if it is neither a linear layer nor experts."""
+        """Return whether and why to skip `mod`; None if it is no linear layer and no experts."""
         conversion = self.conversions[mod] if mod in self.conversions else conversion_of(mod)
         if conversion is None:
             return None
@@ -151,16 +151,16 @@ class Chooser:
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
-    """Return True: as `module_filter_fn`, this converts all layers and experts, fast or slow."""
+    """Return True. As `module_filter_fn`, it selects all layers and experts, fast or slow."""
     return True
 
 
 def reason_by_name(fqn: str, *, head: bool = False) -> str | None:
-    """Return why a layer named `fqn` stays in high precision by default, or None if it need not.
+    """Return why the name `fqn` keeps a layer in high precision by default; None if it does not.
 
-    The output head is converted only if `head` is True: the loss depends directly on its logits,
-    and it is a small part of a large model. Modules that PEFT trains stay, too: low-rank adapters
-    gain no speed, and with `modules_to_save`, copies of layers, PEFT would save scaling state.
+    Names of the output head do, unless `head` is True: the loss depends directly on its logits, and
+    it is a small part of a large model. So do names of PEFT: low-rank adapters (`lora_*`) gain no
+    speed, and with `modules_to_save`, trained copies of layers, PEFT would save scaling state.
     """
     wrappers = "module", "model", "base_model"  # attributes in which wrappers keep a model
     words = [word for word in plain_name(fqn).split(".") if word not in wrappers]
@@ -172,7 +172,7 @@ def reason_by_name(fqn: str, *, head: bool = False) -> str | None:
 
 
 def gpu_for(device: torch.device) -> str | None:
-    """Return the name of `device` if it is a GPU, else of the current GPU; None without CUDA."""
+    """Return the name of `device`, as "H100", if it is a GPU, else of the current GPU, if any."""
     if not torch.cuda.is_available():
         return None
     gpu = device if device.type == "cuda" else None  # CPU and meta weights go to the current GPU
@@ -180,7 +180,7 @@ def gpu_for(device: torch.device) -> str | None:
 
 
 def short_name(gpu: str | None) -> str | None:
-    """Return "H100" or "H200" if the name `gpu` contains just one of them, else `gpu` itself."""
+    """Return "H100" or "H200" if `gpu` has words that end in just one, in any case; else `gpu`."""
     text = gpu.upper() if isinstance(gpu, str) else ""
     names = re.findall(rf"({'|'.join(MODELLED)})(?!\w)", text)
     return names[0] if len({*names}) == 1 else gpu

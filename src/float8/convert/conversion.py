@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from float8.convert.choice import Chooser
 
 Refusal = tuple[str, str]
-"""Why a module cannot be converted, as two parts of an error message: (problem, advice)."""
+"""Why a module cannot change class or config, as parts of an error text: (problem, advice)."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Conversion:
     has_rules = True  # whether `reason_by_name` and reasons of `modules_to_keep` apply
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return whether `mod` is of the kind that this object handles, converted yet or not."""
+        """Return whether this object handles `mod`; once converted, another object may do so."""
         raise NotImplementedError
 
     def parameters(self, mod: nn.Module) -> Sequence[str]:
-        """Return names of Parameters; `keep_high_precision(names=...)` with one excludes `mod`."""
+        """Return names of Parameters of `mod` by which `keep_high_precision` can exclude `mod`."""
         return ()
 
     def stored_by_rows(self, mod: nn.Module) -> Sequence[str]:
@@ -52,7 +52,7 @@ class Conversion:
     def report(
         self, fqn: str, mod: Any, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return a row per weight: `scaling`, the casts as text, or else the skip `reason`."""
+        """Return a row per weight of `mod`, named `fqn`: `scaling` (casts as text) or `reason`."""
         sizes = mod.in_features, mod.out_features
         return [LayerReport(fqn or "(root)", *sizes, scaling, reason)]
 
@@ -77,22 +77,22 @@ class Feature:
     """Base class of features, as delayed scaling, that conversions and optimizer steps call."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` if this feature's fields in `config` contradict other fields."""
+        """Raise a `ValueError` if this feature's fields in a new `config` contradict others."""
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
         """Return over how many ranks the cast of a weight is split; 1 if each casts all of it."""
         return 1
 
     def why_not_changed(self, mod: Any) -> Refusal | None:
-        """Return texts (problem, advice) if float8 `mod` must keep class and config, or None."""
+        """Return (problem, advice) if `mod`, in float8, must keep its class and config; or None."""
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Return texts (problem, advice) if `config` cannot apply to weights of `mod`, or None."""
+        """Return (problem, advice), as text, if weights of `mod` cannot take `config`, or None."""
         return None
 
     def before_conversion(self, converted: Sequence[nn.Module]) -> None:
-        """Undo what this feature did to `converted`, modules that will change class or config."""
+        """Undo what this feature did to `converted`, float8 modules that will be changed next."""
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
         """Adapt `model` after its conversion to `config` or, if that is None, to high precision."""
@@ -101,9 +101,9 @@ class Feature:
         """Prepare `model` when `attach_to_optimizer` is called, for example by casting weights."""
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Sync this feature's state, such as scales, over the process group `group` once per step.
+        """Sync state, such as scales, over process group `group`; None: the feature chooses groups.
 
-        Called right before `optimizer.step()`, or right after it if it is given a closure.
+        `attach_to_optimizer` has it called right before each step, or after a step with a closure.
         """
 
     def after_step(self, model: nn.Module) -> None:

@@ -34,46 +34,46 @@ def convert_to_float8_training(
     Modules and Parameters stay the same objects, so that tied weights, optimizers, hooks, wrappers
     and `requires_grad=False` keep working. Exceptions: `Float8Weights.ONLY` (weights that exist in
     float8 only) makes new Parameters; `enable_fsdp_float8_all_gather` gives weights a subclass of
-    Tensor: convert, then `fully_shard`, then make the optimizer. Warns if no layer is converted.
-    `conversion_report(module)` lists which layers were converted, and why others were not.
-    `convert_to_high_precision(module)` undoes the conversion.
+    Tensor, or with a warning new Parameters if a compiled graph refers to them: convert, then
+    `fully_shard`, then make the optimizer. Warns if `module` has no float8 layer afterwards. Call
+    `conversion_report(module)` to see which layers were converted, and why others were not, and
+    `convert_to_high_precision(module)` to turn layers back.
 
     Linear layers change their class to `Float8Linear`; those of a subclass of `nn.Linear` that
     inherits its forward become instances of both. GPT2's `Conv1D` is no `nn.Linear` and stays.
     Experts of transformers 5 and torchtitan become `Float8Experts`, which run as grouped GEMMs.
     Layers that another library loaded in float8 (transformers' `FP8Linear`; compressed-tensors by
-    channel, block, tensor or MXFP8) keep their bytes, frozen, if `config` is None or has
-    `Float8Weights.ONLY`; any other `config` dequantizes them to trainable Parameters. Layers that
-    were converted with another configuration get `config`, and new state of delayed scaling.
+    channel, block, tensor or MXFP8) get a new weight: dequantized and trainable or, if `config` is
+    None or has `ONLY` with the same granularity, a frozen one of the same bytes. Layers converted
+    with another configuration get `config`, and new state of delayed scaling.
 
-    Without a `module_filter_fn`, the output head (`lm_head`, or `output` of the model itself),
-    adapters of PEFT, routers of experts, and layers with fewer than 16 output features stay in high
-    precision. So do layers and experts that float8 would make slower on the GPU of their weights
-    (the current GPU for weights on CPU or meta). Without a GPU, speed is ignored.
+    Without a `module_filter_fn`, other layers stay in high precision if they are the output head
+    (`lm_head`, or `output` of the model itself), in PEFT's LoRA or `modules_to_save`, or routers of
+    experts, if they have fewer than 16 outputs, or if the GPU would wait for the CPU. So do layers
+    and experts with a modelled speed-up below 1.01 on the GPU of their weights (the current GPU for
+    CPU or meta). GPUs other than H100 and H200 are not modelled: there experts are judged as on an
+    H100, and layers stay if they have fewer than 256 features in or out. Without a GPU, or with
+    `emulate`, speed counts only if `gpu` is given.
 
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each linear layer and module of
-            experts that `config` supports; return True to convert `mod`, as `all_linears` always
-            does. Experts for which it raises an `AttributeError` stay as they are. Or pass what
-            `keep_high_precision` returns, to exclude blocks or names. None: the rules above.
+            experts that can change to `config`; return True to convert `mod`, as `all_linears`
+            always does. Experts for which it raises an `AttributeError` stay as they are. Or pass
+            what `keep_high_precision` returns, to exclude blocks or names. None: the rules above.
         config: a `Float8LinearConfig`, or the name of a recipe. None means `"tensorwise"`.
-        tokens_per_step: the number of rows M of a layer's input [M, K], which are the tokens per
-            forward on one device. Used only without a `module_filter_fn`.
-        gpu: `"H100"` or `"H200"`, or a device name of torch with one of these: convert layers that
-            are faster in float8 on that GPU. None means the GPU of the weights, as above.
-        cuda_graphs: set True if you run CUDA graphs (`mode="reduce-overhead"`): no layer is then
-            skipped because its GPU would wait for launches by the CPU (experts never are).
-        linear_classes: subclasses of `nn.Linear` that override forward, and still compute
-            `input @ weight.T + bias`. Their layers are converted, and their forward is replaced.
+        tokens_per_step: tokens per forward on a device, the rows of a layer's input; default 8192.
+        gpu: `"H100"`, `"H200"`, or a device name with one of these: the GPU whose speed decides.
+        cuda_graphs: True if you run CUDA graphs, so that no layer stays as waiting for the CPU.
+        linear_classes: subclasses of `nn.Linear` whose forward computes the same, and is replaced.
         head: convert the head, too, if float8 is faster. The loss depends directly on its logits.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a recipe or `gpu` is unknown; `tokens_per_step` is less than 1; `gpu`,
             `cuda_graphs` or `head` comes with a `module_filter_fn`; the GPU has no GEMM for MXFP8;
-            a weight to all-gather in float8 is a DTensor (convert, then `fully_shard`) or has
-            gradient hooks; a converted layer cannot get `config`. The model is unchanged then.
+            a weight to all-gather in float8 is a DTensor or has gradient hooks; a float8 layer
+            cannot get `config`; `keep_high_precision` names no module. Nothing changes then.
     """
     require_module(module, "module")
     arguments = config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes, head
@@ -90,8 +90,7 @@ def convert_chosen(chooser: Chooser) -> nn.Module:
             choices[mod] = choice
             if choice.skip_reason is None:
                 changes[mod] = _prepare(mod, fqn, chooser)
-    # From here on the model changes, and nothing raises unless memory runs out.
-    _change(module, chooser.config, changes)
+    _change(module, chooser.config, changes)  # the model is unchanged until here
     for mod, choice in choices.items():
         previous = Choice(*mod.__dict__.get(CHOICE, ()))  # of the last conversion, if any
         if choice.by_filter and previous.skip_reason and not previous.by_filter:
@@ -110,7 +109,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 
 def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
-    """Return a function that converts `mod` to `chooser.config`, or raise a `ValueError`."""
+    """Return a function that converts `mod` in place; raise a `ValueError` if it cannot change."""
     conversion: Any = chooser.conversions[mod]
     is_converted = isinstance(mod, Float8Module)
     if is_converted:  # `Chooser.choose` has checked the others
@@ -127,7 +126,7 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
 
 
 def _change(model: nn.Module, config: Float8LinearConfig | None, changes: Changes) -> None:
-    """Run `changes`, {module: function that converts it}: to `config`, or back if that is None."""
+    """Run `changes`, {module: function that converts it to `config` or, if None, back}."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():
@@ -137,12 +136,13 @@ def _change(model: nn.Module, config: Float8LinearConfig | None, changes: Change
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
-    """Turn float8 layers and experts of `module` back into their old classes; return `module`.
+    """Turn float8 layers and experts of `module` back to high precision, and return `module`.
 
-    Layers stay the same objects, as do their Parameters, hooks, training mode and attributes, so
-    optimizers and wrappers of the model keep working. A weight that exists in float8 only is
-    dequantized to a new, frozen Parameter. The state of delayed scaling is removed. `module` is the
-    model, or a single `Float8Linear`.
+    Layers and Parameters stay the same objects, with hooks, training mode and attributes, so that
+    optimizers and wrappers keep working. Exceptions: weights that exist in float8 only become new,
+    frozen Parameters, dequantized; if a compiled graph refers to weights prepared for FSDP2's
+    float8 gathers, they become new Parameters, with a warning. Layers get their old class, or
+    `nn.Linear` if made as `Float8Linear` or loaded in float8. State of delayed scaling is removed.
 
     Raises:
         TypeError: `module` is no `nn.Module`.
@@ -162,7 +162,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 def _require_changeable(mod: Float8Module, fqn: str) -> None:
-    """Raise a `ValueError` if `mod`, in float8, cannot change class or config, as under FSDP2."""
+    """Raise a `ValueError` if `mod`, in float8, cannot change class or config; `fqn` names it."""
     if replaced_forward(mod):
         got = "a layer with a `forward` of its own as attribute, which calls that of float8"
         fix = "remove it first: accelerate's by accelerate.hooks.remove_hook_from_submodules(model)"

@@ -20,7 +20,7 @@ class Keep(NamedTuple):
     module_filter_fn: ModuleFilter | None
 
     def reasons(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return {excluded module: reason}; raise `ValueError` if a field fits no module."""
+        """Return {excluded module: why}; raise `ValueError` if `model` lacks names or blocks."""
         reasons: dict[nn.Module, str] = {}
         in_blocks, unused = set[nn.Module](), {*self.names}
         for fqn, mod in model.named_modules(remove_duplicate=False):  # shared modules by each name
@@ -57,7 +57,7 @@ def keep_high_precision(
     names: Iterable[str] = (),
     module_filter_fn: ModuleFilter | None = None,
 ) -> Keep:
-    """Return a `module_filter_fn` for `convert_to_float8_training` that excludes some layers.
+    """Return what to pass to `convert_to_float8_training` as `module_filter_fn` to exclude layers.
 
     Args:
         first: number of modules to exclude at the beginning of each list of blocks: `nn.ModuleList`
@@ -65,8 +65,8 @@ def keep_high_precision(
         last: number of modules to exclude at the end of each list of blocks.
         names: exclude modules whose full name has one of these as whole words: `"down_proj"`,
             `"mlp.down_proj"` or `"layers.3"`; and experts with a weight of such a name.
-        module_filter_fn: as for `convert_to_float8_training`, called for all other modules. None:
-            the rules there, by name and speed, decide.
+        module_filter_fn: decides on the other linear layers and experts, as it does if given to
+            `convert_to_float8_training`. None: the rules there, by name and speed, decide.
 
     Raises:
         TypeError: `first` or `last` is no int >= 0, or `names` is no list of strings.

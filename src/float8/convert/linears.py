@@ -23,7 +23,7 @@ class Linears(Conversion):
         return isinstance(mod, nn.Linear)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return {layer: why to skip it}: all, if the GPU would wait for the CPU; else {}."""
+        """Return {layer: why to skip it}: all if float8 gathers have GPUs wait for CPUs; or {}."""
         layers = dict[Any, str]()  # layer that could be converted: its GPU
         for fqn, mod in chooser.model.named_modules() if self._judged_together(chooser) else ():
             taken = chooser.conversions[mod] is self and not reason_by_name(fqn, head=chooser.head)
@@ -33,7 +33,7 @@ class Linears(Conversion):
         return dict.fromkeys(layers, reason) if reason else {}
 
     def _judged_together(self, chooser: Chooser) -> bool:
-        """Return whether all layers stay in 16 bits, or none, if the GPU would wait for the CPU."""
+        """Return whether GPU waits for the CPU are judged for all layers together, not for each."""
         gather = chooser.config.enable_fsdp_float8_all_gather and not chooser.cuda_graphs
         return gather and chooser.kinds == {self}  # no other kind, such as experts
 

@@ -33,18 +33,18 @@ class OtherWeight:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Lists all linear layers and experts of a model, in float8 or not. `str(report)` is a table.
+    """Lists linear layers, experts and other weights of a model; `str(report)` is a table.
 
-    The table merges rows that differ only in a number in the name, such as those of equal blocks.
+    The table merges rows alike but for a number in the name that counts up, as of equal blocks.
     """
 
     layers: tuple[LayerReport, ...]
     """Each `nn.Linear`: `fqn`, `in_features`, `out_features`, `scaling`, `skip_reason`."""
     others: tuple[OtherWeight, ...] = ()
-    """Weights that no conversion handles, in high precision unless `grouped_linear` reads them:
+    """Weights that no conversion handles, not in float8 unless you call `grouped_linear` on them:
     `fqn`, `shape`, `module` (a class). Without vectors, embeddings, norms, convolutions, biases."""
     chosen_for: tuple[str, ...] = ()
-    """For each GPU, or for a CPU, a sentence on how layers were chosen. Empty with a filter."""
+    """Sentences on how layers were chosen, one for each GPU or for none; () if a filter chose."""
     experts: tuple[Any, ...] = ()
     """Weights of experts, converted or not: the fields of `layers`, and `experts`, their number."""
 
@@ -54,7 +54,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """The fraction, 0 to 1, of the elements of GEMM weights that are multiplied in float8."""
+        """The fraction of elements of listed weights that belong to float8 layers and experts."""
         in_float8 = sum(math.prod(x.shape) for x in self._all_reports if x.skip_reason is None)
         all_weights = sum(math.prod(x.shape) for x in self._all_reports)
         all_weights += sum(math.prod(x.shape) for x in self.others)
@@ -67,7 +67,7 @@ class ConversionReport:
 
     @property
     def skipped(self) -> tuple[LayerReport, ...]:
-        """The linear layers (not the experts) that run in high precision."""
+        """The linear layers (not the experts) that this library does not run in float8."""
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def percent(share: float) -> str:
 
 
 def _merged(rows: list[_Row]) -> list[_Row]:
-    """Merge rows (name, shape, status) alike but for a count: `b.0.a`, `b.1.a` to `b.0-1.a`."""
+    """Merge rows (name, shape, status) that count up in the name: `b.0.a`, `b.1.a` to `b.0-1.a`."""
     # The last number of a name is merged first, so that `b.0.e.0-7` and `b.1.e.0-7` merge, too.
     for position in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
         merged: list[_Row] = []  # a row for each run of rows that count up at `position`
@@ -127,7 +127,7 @@ def _merged(rows: list[_Row]) -> list[_Row]:
 def conversion_report(model: nn.Module) -> ConversionReport:
     """Return which layers of `model` run in float8, which do not, and why.
 
-    The modules are inspected as they are now, also after partial conversion, deepcopy and wrapping.
+    Modules are inspected as they are now. Reasons to skip them are those of the last conversion.
     Raises a `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")

@@ -7,13 +7,13 @@ from float8.config import GEMM_OPERANDS, Float8LinearConfig, Float8Weights, as_c
 
 
 class Cost(NamedTuple):
-    """Coefficients of the modelled time of forward and backward of a layer on an H200.
+    """Coefficients of the modelled time of forward and backward of a trained layer on an H200.
 
-    In ms, for M tokens and a weight [N, K]: `flop * (6e-12 * M * N * K)**_FLOP_EXPONENT + start +
-    1e-9 * (tokens * (_INPUT_SHARE * M * K + M * N) + weight * N * K)`. For E experts with M tokens
-    in all, `(experts + _MS_TO_READ_EXPERTS) * E` replaces `weight`, and blockwise GEMMs take
-    `_GROUPED_BY_BLOCKS` times as long. `rows`, 0 to 1, is the share of `tokens` that casts for
-    output and grad_input take; casts for grad_weight take the rest.
+    In ms, for M tokens and a weight [N, K]: `flop * (6e-12 * M * N * K)**1.03 + start + 1e-9 *
+    (tokens * (0.85 * M * K + M * N) + weight * N * K)`. For E experts with M tokens in all,
+    `(experts + 1.11) * E` replaces `weight`, and blockwise GEMMs take 1.18 times as long. `rows`, 0
+    to 1, is the share of `tokens` that casts for output and grad_input take; casts for grad_weight
+    take the rest.
     """
 
     flop: float  # per 1e12 FLOP, to the power of `_FLOP_EXPONENT`
@@ -34,7 +34,7 @@ COSTS = {
 _MS_TO_READ_EXPERTS = 1.11  # per 1e9 elements of weights of experts, read by GEMMs with few tokens
 _INPUT_SHARE = 0.85  # as layers share an input, and kernels that produce it take its amax
 _FLOP_EXPONENT = 1.03  # the larger a GEMM, the nearer a GPU runs to its power limit
-_EXPONENT_IF_LARGE = {"H100": 0.02, "H200": 0.0}  # more for float8 GEMMs of over 1e12 FLOP
+_EXPONENT_IF_LARGE = {"H100": 0.02, "H200": 0.0}  # more, in float8, for over 1e12 FLOP
 
 MEMORY = {"H100": 1.2, "H200": 1.0}  # time to move bytes, relative to an H200
 MODELLED = tuple(MEMORY)  # the GPUs whose time is modelled
@@ -42,7 +42,7 @@ _GROUPED_TIME = {"H100": 1.12, "H200": 1.0}  # time of float8 GEMMs of experts, 
 _GROUPED_BY_BLOCKS = {"H100": 1.24, "H200": 1.18}  # of blockwise GEMMs, relative to linear layers
 _MIN_GAIN = 1.01  # the modelled speed-up from which a layer is converted
 _GATHERED, _GATHERED_EXPERTS = 1.6, 2.4  # ms of an H200 saved per 1e9 elements gathered in float8
-_HELD_EXPERTS_SHARE = 0.08  # of the casts of held weights of experts, with four microbatches
+_HELD_EXPERTS_SHARE = 0.08  # of casts of weights of experts, left if held for four microbatches
 _TRANSPOSE_SHARE = 0.25  # the share of the casts of a weight that transposes it for grad_input
 _GRAD_WEIGHT_SHARE = 0.27  # the share of `experts` that falls away if grad_weight is in bf16
 ERROR, EXPERTS_ERROR = 0.05, 0.1  # errors of modelled speed-ups, without and with experts
@@ -59,7 +59,7 @@ NARROW = 256  # fewer features, K or N, keep a layer in bf16 on a GPU that is no
 
 
 def gemm_kinds(recipe: str | Float8LinearConfig) -> dict[str, str]:
-    """Return which recipe models each GEMM's time: {"output": "rowwise", "grad_input": ...}."""
+    """Return the recipe, or "bf16", that models each GEMM's time: {"output": "rowwise", ...}."""
     kinds = dict.fromkeys(GEMM_OPERANDS, "bf16")
     for gemm in () if recipe == "bf16" else as_config(recipe).float8_gemms:
         casts = [as_config(recipe).cast_config(site) for site in GEMM_OPERANDS[gemm]]
@@ -172,8 +172,8 @@ def why_slower(
 def why_fsdp_waits(layers: Mapping[Any, str], tokens: int) -> str | None:
     """Return why the GPU would wait for the CPU under FSDP2's float8 gathers, or None if not.
 
-    It would if forward and backward of `layers`, {layer: name of its GPU}, those on H100s and
-    H200s, are modelled to take less than 0.57 ms in bf16 on average, for inputs of `tokens` rows.
+    It would if forward and backward of a layer, in bf16 for `tokens` rows, are modelled to take
+    below 0.57 ms on average over those of `layers`, {layer: name of its GPU}, on H100s and H200s.
     """
     bf16_ms = []
     for layer, gpu in layers.items():

@@ -13,7 +13,7 @@ from float8.tensor import Float8Tensor, dequantise
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict()` with dequantized weights, without buffers of delayed scaling.
 
-    A model that is not converted loads it with `strict=True`. `model` must be an `nn.Module`.
+    A model in high precision loads it strictly. Raises `TypeError` if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     with contextlib.ExitStack() as stack:

@@ -22,29 +22,29 @@ from float8.kernels.runtime.ops import register
 from float8.scales import Operand, amax_to_scale
 
 UNKNOWN_SCALE = 0.0
-"""The value of a scale that no sync has set; casts then compute a scale from the data. Unlike a
+"""The value of a scale that is not set yet; casts then compute a scale from the data. Unlike a
 Python flag, this value is saved in checkpoints and read by compiled graphs."""
 
 
 class DelayedScale(NamedTuple):
-    """Delayed scaling of one tensor: its stored scale, and the largest amax since that was set."""
+    """Delayed scaling of one tensor: a stored scale, and a tensor in which casts record amaxes."""
 
     scale: Tensor
-    """Decode scale for this step, or `UNKNOWN_SCALE`."""
+    """Decode scale for this step, or `UNKNOWN_SCALE` (0): compute it from the data."""
     amax: Tensor
-    """Largest amax recorded since the last sync by microbatches, repeated calls, recomputation."""
+    """The largest amax recorded: a layer's buffer, zeroed by each sync, or a new tensor."""
     recording: bool = False
     """Whether casts record the amax of their tensor."""
 
     def cast(
         self, x: Tensor, cast_config: CastConfig, *, row: bool, col: bool, pad_rows: bool = False
     ) -> tuple[Operand | None, Operand | None]:
-        """Cast `x` [R, C] by `self.scale` or, if that is `UNKNOWN_SCALE`, by a scale from its amax.
+        """Cast `x` [R, C] by `self.scale` or, if that is 0 (not set), by a scale computed from `x`.
 
         Returns (data, scale) of row data [R, C], or None unless `row`, and of column data [C, R],
         the transposed copy, or None unless `col`. Sizes are zero-padded to multiples of 16, R of
         row data only if `pad_rows`. `cast_config`, with one scale per tensor, sets the format and
-        the rounding of computed scales. `recording` updates `self.amax` by the amax of `x`.
+        rounding of a computed scale. If `recording`, sets `self.amax` to max(self.amax, x's amax).
         """
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
             raise refusal(x)

@@ -1,8 +1,8 @@
 """Keep the buffers of delayed scaling while a layer is moved, copied, saved, loaded and synced.
 
-Each cast site with delayed scaling has three float32 buffers that share no storage:
+Each GEMM operand `<site>` with delayed scaling has three float32 buffers that share no storage:
 `fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
-the amaxes of the last steps, most recent first; `fp8_scale_<site>` [], the decode scale to use now.
+the amaxes of the last steps, most recent first; `fp8_scale_<site>` [], the scale, 0 if not set.
 """
 
 from collections.abc import Callable
@@ -43,10 +43,10 @@ class StatefulLayer(Float8Module):
 
     weight: Tensor
     _float8_stateful: tuple[Site, ...]
-    _float8_compared: frozenset[Any] = frozenset()  # (layer count, groups) whose ranks agree
-    _float8_known: frozenset[str] = frozenset()  # operands whose scale is set, on all ranks
+    _float8_compared: frozenset[Any] = frozenset()  # (layer count, *group names) whose ranks agree
+    _float8_known: frozenset[str] = frozenset()  # operands known to have a scale, on all ranks
     _float8_versions: dict[int, int] | None = None
-    """The versions of the Parameters when the first amax since the last sync was recorded."""
+    """{id: `_version`} of trained Parameters at the first checked forward since the last sync."""
     _float8_sample: tuple[Any, Any, Any] = None, None, None
     """Identity of the weight, version of grad_output's amax and weight diagonal, sampled last."""
     _float8_synced_version = -1  # `_float8_amax_version()` at the last sync
@@ -85,7 +85,7 @@ class StatefulLayer(Float8Module):
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook; buffers made DTensors by a caller, `distribute_module`, become local."""
+        """Register a hook; make buffers local first, if `distribute_module` made them DTensors."""
         for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)  # each rank records its own amaxes
         return super().register_forward_pre_hook(*args, **kwargs)
@@ -108,7 +108,7 @@ class StatefulLayer(Float8Module):
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
-        """Note that buffers were written: scales may not be set, and no new amax awaits a sync."""
+        """Note that buffers were written: scales may be unset; no amax was recorded after that."""
         self._float8_known = frozenset()
         self._float8_mark_synced()
 
@@ -121,7 +121,7 @@ class StatefulLayer(Float8Module):
         """Return the `Cast` by which this rank quantizes its weight `shard` for FSDP2's all-gather.
 
         It has the format of `cast_config`, and records the amax in a new tensor, which forwards in
-        training merge into the layer's buffer. Its scale is that in the buffer; in eval mode, if
+        grad mode merge into the layer's buffer. Its scale is that in the buffer; in eval mode, if
         all Parameters are frozen, or if no scale is set yet, it is computed from the amax of all
         shards by an all-reduce. Grad mode is ignored: FSDP2 gathers under `no_grad`.
         """
@@ -148,7 +148,7 @@ class StatefulLayer(Float8Module):
             self._float8_known = self._float8_known | {site.name}
 
     def _float8_has_unsynced_amax(self) -> bool:
-        """Return whether a cast recorded an amax since scales were last computed from amaxes."""
+        """Return whether an amax was recorded since the last eager sync or write of buffers."""
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:
@@ -163,22 +163,22 @@ class StatefulLayer(Float8Module):
         self._float8_versions = None
 
     def _float8_amax_version(self) -> int:
-        """Return `_version`, raised by casts, of the weight's (else the first) amax; -1 if none."""
+        """Return `_version`, raised by casts, of the weight's or else first amax; -1 if none."""
         amax = self._buffers.get(WEIGHT.amax)
         if amax is None and self._float8_stateful:
             amax = self._buffers[self._float8_stateful[0].amax]
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def _float8_check_synced(self) -> None:
-        """Raise `RuntimeError` if an optimizer stepped after a forward without an update of scales.
+        """Raise `RuntimeError` if Parameters were written after a forward, but scales not synced.
 
         Does nothing under `no_grad`, in compiled code, without `enable_pre_and_post_forward`, or
-        while an optimizer is attached (`attach_to_optimizer`), which updates scales. Compares
-        version counters of Parameters with those at the first forward since scales were updated.
-        Fused optimizers and writes to `.data` do not increment them, so if a backward ran in
-        between and `weight.grad` is None, also compares the weight's diagonal, which waits for the
-        device. Misses such writes if `torch.distributed` is initialized, grad_output is scaled
-        dynamically, only the bias trains, or after `zero_grad(set_to_none=False)`.
+        while an optimizer is attached (`attach_to_optimizer`), which syncs. Compares the version
+        counters of trained Parameters with those at the first forward since the last sync. Fused
+        optimizers and writes to `.data` do not increment them, so if a backward ran in between and
+        `weight.grad` is None, also compares the weight's diagonal, which waits for the device; but
+        not if `torch.distributed` is initialized, a CUDA graph is captured, the weight is frozen,
+        or grad_output is scaled dynamically. Under FSDP, misses all writes.
         """
         checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -225,11 +225,11 @@ class StatefulLayer(Float8Module):
     def _float8_with_state(self, casts: Casts) -> Casts:
         """Return `casts`, where those with delayed scaling use scales and amaxes of this layer.
 
-        Scales in its buffers are used in training mode with grad mode on, unless all Parameters are
-        frozen, and in the first forward of reentrant checkpointing, which is repeated with grad.
-        Else casts compute scales from their data, since no update of scales may follow. Amaxes are
-        recorded if grad mode is on. A cast whose scale is set on all ranks loses its all-reduce of
-        amaxes. Raises `RuntimeError` if an update of scales is missing, or traced with grad mode.
+        In training mode, unless all Parameters are frozen, scales in its buffers are used: in grad
+        mode, and in the first forward of reentrant checkpointing, which is repeated with grad. Else
+        casts compute scales from their data, since no sync may follow. Grad mode records amaxes; in
+        it, a cast by a scale known to be set on all ranks loses its all-reduce of amaxes. Raises
+        `RuntimeError` if a sync is found missing, or in `torch.jit.trace` if it uses buffers.
         """
         self._float8_check_synced()
         records, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
@@ -311,10 +311,10 @@ register("scale_without_gradients", _scale_without_gradients, fake=torch.empty_l
 def _as_loadable(
     layer: StatefulLayer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
-    """Return a copy of `state_dict` whose buffers of delayed scaling are those that `layer` has.
+    """Return a copy of `state_dict` whose buffers of delayed scaling suit the config of `layer`.
 
     Unchanged if none are at `prefix`. Else buffers of operands without delayed scaling in `layer`
-    are dropped, new ones added for operands that lack theirs, and histories cut or zero-padded to
+    are dropped, new ones added for operands that have none, and histories cut or zero-padded to
     `history_len`, with a warning of all but padding. An amax or scale that is not 0-dim is replaced
     by that of `layer`, and a message added to `error_msgs`, so `load_state_dict` will raise.
     """

@@ -25,11 +25,11 @@ from float8.tensor.ranks import amax_over, is_fsdp_module, local_tensor
 def sync_float8_amax_and_scale_history(
     model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: Any = None
 ) -> None:
-    """Compute the scales of delayed scaling for the next step from the amaxes of this step.
+    """Compute the scales of delayed scaling for the next step from amaxes of this and past steps.
 
     Call this function once per optimizer step, after the last `backward()` and before the next
-    forward, or let `attach_to_optimizer` do so. The amaxes are all that were recorded since the
-    last call, by one or more microbatches; if none was, a scale does not change. In one process
+    forward, or let `attach_to_optimizer` do so. The amaxes of this step are all recorded since the
+    last call, by one or more microbatches; if none was, the history stays as it is. In one process
     the function compiles without a graph break. A layer that trains on without this call raises a
     `RuntimeError` where it can detect that: see "A missing sync" in docs/scaling.md.
 
@@ -48,9 +48,9 @@ def sync_float8_amax_and_scale_history(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `group` is None, and weights are on different meshes, or FSDP2 keeps gathered
-            float8 weights at this moment (`reshard()` first); the group lacks ranks that hold parts
-            of a weight; or ranks have different layers with delayed scaling.
+        ValueError: `group` is None, and weights are on different meshes, or no parameter tells the
+            mesh while FSDP2 keeps weights gathered in float8 (`reshard()` first); the group lacks
+            ranks that hold parts of a weight; or ranks have different layers to sync.
     """
     require_module(model, "model")
     if fp8_layers is not None:
@@ -90,8 +90,8 @@ def forget_float8_amax(model: nn.Module) -> None:
 
     `torch.distributed.pipelining` runs such forwards in the first `schedule.step()`, to find the
     shapes of a stage: with gradients, on uninitialized memory. Call this function after that step
-    and before `optimizer.step()`. Scales do not change; those that are not set yet are computed
-    from the data until the next update. Raises a `TypeError` if `model` is not an `nn.Module`.
+    and before `optimizer.step()`. Scales do not change: casts whose scale is not set yet go on to
+    compute it from their data. Raises a `TypeError` if `model` is not an `nn.Module`.
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
@@ -138,13 +138,13 @@ def next_history_and_scale(
 
     `amax` and `scale` are [S] float32 for S casts, `history` is [S, history_len], most recent
     first, `float8_max` is [S] float64, the largest value of the format of each cast. The new scale
-    is `a / float8_max`, rounded up to a power of two if `power_of_2`. Here `a` is the largest or
-    the latest amax in the new history (`config.scale_fn_name`); if it is 0, the scale stays.
+    is `max(a, 2**-100) / float8_max`, rounded up to 2**n if `power_of_2`. Here `a` is the largest
+    or the latest amax in the new history (`config.scale_fn_name`); if it is 0, the scale stays.
 
-    If an amax is 0 (nothing was recorded since the last update, or only zeros), its history and
-    scale do not change, so a repeated update is a no-op. A non-finite amax is recorded as 0, so
-    that one overflow does not spoil the scales of the next `history_len` steps. A scale of 0 (not
-    set, `UNKNOWN_SCALE`) stays 0 until an amax is less than twice the largest in `history`: if
+    If an amax is 0 (nothing was recorded since the last update, or only zeros), its history does
+    not change, so a repeated update is a no-op. A non-finite amax enters the history as 0, so that
+    one overflow does not spoil the scales of the next `history_len` steps. A scale of 0 (not set,
+    `UNKNOWN_SCALE`) stays 0 until an amax > 0 is less than twice the largest in `history`: if
     weights are initialized near zero, gradients grow by orders of magnitude in the first step.
     """
     latest, previous_peak = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
@@ -189,7 +189,7 @@ def _reduce_amaxes(model: nn.Module, layers: list[Float8Linear], group: Any) -> 
 
 
 def _shard_amax(weight: Tensor) -> Tensor | None:
-    """Return the amax of this rank's shard of `weight`; None unless FSDP2 gathers it in float8."""
+    """Return the amax of this rank's shard of `weight` if FSDP2 will gather it in float8."""
     local = local_tensor(weight)
     if local is weight or not hasattr(local, "param_dtype"):
         return None
@@ -226,15 +226,15 @@ class DelayedScaling(Feature):
     """Plug-in for delayed scaling: checks configurations, and updates scales at optimizer steps."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise a `ValueError` if `delayed_scaling_config` is changed, but no cast is `DELAYED`."""
+        """Raise `ValueError` if `delayed_scaling_config` is not default, but no cast `DELAYED`."""
         given = config.delayed_scaling_config
         if not config.delayed_sites and given != DelayedScalingConfig():
             got = f"delayed_scaling_config: got {given!r}, expected the default, as no scaling_type"
             raise ValueError(f"{got} is DELAYED; leave it out, or set one to DELAYED")
 
     def before_step(self, model: nn.Module, group: Any) -> None:
-        """Compute the next scales of `model` from the amaxes that ranks recorded in this step.
+        """Compute the next scales of `model`, before `optimizer.step()` or after it with a closure.
 
-        The ranks are those of `group`; if None, of the weights' mesh or, without one, all.
+        Amaxes are reduced over `group`. None: the mesh of weights or other parameters, or all.
         """
         sync_float8_amax_and_scale_history(model, group=group)

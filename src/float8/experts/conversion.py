@@ -19,7 +19,7 @@ class ExpertsReport(LayerReport):
     """One row of a conversion report: a Parameter that has one weight for each expert."""
 
     kind = "weights of experts"
-    experts: int  # on all ranks
+    experts: int  # their number: global if the Parameter is a DTensor, else on this rank
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -31,21 +31,21 @@ class Experts(Conversion):
     """Converts the MoE experts of transformers and torchtitan to float8 grouped GEMMs."""
 
     def matches(self, mod: nn.Module) -> bool:
-        """Return True if `mod` has experts of transformers or torchtitan, converted or not."""
+        """Return whether `mod` is experts of transformers 5 or torchtitan, converted or not."""
         return kind_of(mod) is not None
 
     def parameters(self, mod: nn.Module) -> list[str]:
-        """Return the names of the Parameters of `mod` that have one weight for each expert."""
+        """Return names of all weights; `keep_high_precision(names=...)` with one excludes `mod`."""
         return [weight.name for weight in weights_of(mod)]
 
     def stored_by_rows(self, mod: nn.Module) -> list[str]:
-        """Return the names of the Parameters of `mod` stored as [E, N, K], not transposed."""
+        """Return names of weights stored as [E, N, K], which FSDP2 can gather in float8."""
         return stored_by_rows(mod)
 
     def report(
         self, fqn: str, mod: nn.Module, scaling: str | None, reason: str | None
     ) -> list[LayerReport]:
-        """Return a row per weight of `mod`, named `fqn`: `scaling`, its casts, or skip `reason`."""
+        """Return a row per weight of `mod` at `fqn`, with `scaling` (casts) or skip `reason`."""
         return [
             ExpertsReport(f"{fqn}.{name}" if fqn else name, K, N, scaling, reason, experts)
             for name, experts, N, K in weights_of(mod)
@@ -56,9 +56,9 @@ class Experts(Conversion):
         return unsupported_experts(mod, chooser.config)
 
     def why_slower(self, mod: nn.Module, fqn: str, chooser: Chooser) -> str | None:
-        """Return why `mod`, at `fqn` in `chooser.model`, is estimated to gain no speed, or None.
+        """Return why `mod`, at `fqn` in `chooser.model`, would be less than 1 % faster, or None.
 
-        `chooser` has the GPU (if it has none, returns None) and tokens per step, equal per expert.
+        Experts get equal parts of `chooser.tokens`. Without a GPU to model the speed, returns None.
         """
         if (gpu := chooser.gpu_of(mod)) is None:
             return None
@@ -81,7 +81,7 @@ class Experts(Conversion):
         return functools.partial(convert_experts, mod, chooser.config)
 
     def modules_to_keep(self, chooser: Chooser) -> dict[nn.Module, str]:
-        """Return {layer: why to skip it} for linears named router or gate, an output per expert."""
+        """Return {linear: why to skip it} if named router or gate, with an output per expert."""
         modules = [*chooser.model.named_modules()]
         counts = {x.experts for _, mod in modules if kind_of(mod) for x in weights_of(mod)[:1]}
         return {
@@ -95,8 +95,8 @@ class Experts(Conversion):
 def ranks_that_cast(module: Any, name: str, experts: int, ranks: int) -> int:
     """Return how many of the `ranks` ranks of FSDP2 share the casts of the Parameter `name`.
 
-    If it is stored as [E, N, K], with E = `experts`, each rank casts its shard, one matrix or more,
-    and sends float8. Else returns 1: it is gathered in high precision, and each rank casts it all.
+    If it is stored as [E, N, K], with E = `experts`, ranks cast whole matrices and send float8; at
+    most E ranks have some. Else returns 1: each gathers it in high precision, and casts it all.
     """
     return min(ranks, experts) if name in stored_by_rows(module) else 1
 

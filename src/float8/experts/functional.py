@@ -21,8 +21,8 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each expert's rows by its weight, with float8 grouped GEMMs in forward and backward.
 
-    Computes `input[offs[e - 1]:offs[e]] @ weight[e].T` for each expert e, as `F.grouped_mm(input,
-    weight.mT, offs=offs)` does in high precision. Group sizes need no sync and no recompilation.
+    Computes `input[offs[e - 1]:offs[e]] @ weight[e].T` for each expert e, like `F.grouped_mm(input,
+    weight.mT, offs=offs)`. New group sizes need no recompilation and, unless emulated, no sync.
 
     Args:
         input: [T, K] float32, bfloat16 or float16, rows sorted by expert; converted to the dtype
@@ -43,13 +43,13 @@ def grouped_linear(
         [T, N], dtype of the (autocast) input. Rows from `offs[-1]` on and their gradient are zero.
 
     Raises:
-        TypeError: a dtype is not one of those named above, `input` or `weight` is a DTensor, or
-            `config` is neither a configuration nor a name.
-        ValueError: a shape or device is not as above; on a CPU, `offs` descend, are negative or
-            exceed T, also in compiled code; or the config has delayed scaling, 1x128 blocks for
-            weights, the GEMM of output or grad_input in high precision, or `float8_weights` other
-            than `ON_THE_FLY`, which casts weights in each call.
-        RuntimeError: the device has no grouped float8 GEMM and `config.emulate` is False.
+        TypeError: a dtype is not as above, `input` or `weight` is a DTensor, or `config` is neither
+            a configuration nor a name.
+        ValueError: a shape or device is not as above; a recipe is unknown; on a CPU, `offs` descend
+            or are not in 0..T; or the config has delayed scaling, 1x128 blocks for weights, output
+            or grad_input in high precision, or not `float8_weights=ON_THE_FLY` (casts per call).
+        RuntimeError: `config.emulate` is False, and the GPU (in eager mode) has no such GEMM or,
+            under `"blockwise"`, Triton is older than 3.6.
     """
     config = as_config("rowwise" if config is None else config)
     if config.float8_weights is not Float8Weights.ON_THE_FLY:
@@ -62,7 +62,7 @@ def grouped_linear(
 
 def apply_grouped(
     input: Tensor,  # [T, K], rows sorted by expert; converted to the dtype of autocast, if enabled
-    weight: Tensor,  # [E, N, K] in high precision, or a `Float8Tensor`
+    weight: Tensor,  # [E, N, K]; a `Float8Tensor` must have scales [E, N, 1] or the plan's blocks
     offs: Tensor,  # [E] int32, ascending: one past the last row of each expert
     plan: LinearPlan,  # the casts and the three GEMMs, as `plan_experts` returns them
     emulated: bool,  # whether `plan` emulates its GEMMs; if not, N and K are multiples of 16
@@ -100,8 +100,8 @@ def apply_grouped(
 
 def _require(
     input: Tensor, weight: Tensor, offs: Tensor, *, same_dtype: bool, emulated: bool
-) -> None:
-    """Raise for a wrong dtype, device or shape; N and K may be no multiples of 16 if `emulated`."""
+) -> None:  # same_dtype: dtypes must be equal; emulated: N and K need not be multiples of 16
+    """Raise `TypeError` or `ValueError` if dtypes, devices or shapes suit no grouped GEMM."""
     got = "grouped_linear: got"
     for name, x in (("input", input), ("weight", weight)):
         if hasattr(x, "device_mesh"):

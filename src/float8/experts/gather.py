@@ -38,12 +38,12 @@ class GatheredExperts(Float8Tensor):
 class GatherExperts(Float8GatherWeight):
     """Wrapper of a shard of high-precision weights [E, N, K] that FSDP2 all-gathers in float8.
 
-    Data and scales go in one all-gather if dim 0 is sharded evenly, else in two. If a shard ends
-    within elements that share a scale, warns, and the weights are gathered in high precision.
+    Data and scales go in one all-gather if dim 0 is sharded evenly, else in two. Warns, and gathers
+    in high precision, if dim 2 is sharded, or dim 1 within elements that share a scale.
     """
 
     def _why_not_in_float8(self, size: torch.Size, *_: Any) -> str | None:
-        """Return why a shard of a `size` weight cannot be sent in float8, or None; ignores `_`."""
+        """Return why this shard of weights of shape `size` cannot be sent in float8, or None."""
         dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)  # the sharded dim
         if dim == 2 or (dim == 1 and self.how.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
@@ -57,7 +57,7 @@ class GatherExperts(Float8GatherWeight):
         return False
 
     def quantized(self, shard: Tensor, cast: Cast, dtype: torch.dtype) -> CastAhead:
-        """Round `shard` [E, N, K], E > 0, to `dtype`; return float8 data by `cast`, and scales."""
+        """Round `shard` [E, N, K], E > 0, to `dtype` and cast it; return scales and float8 data."""
         data, scale = quantize_experts(shard.to(dtype), cast, row=True).row
         scale = scale if self.how.scaling_granularity.by_blocks else scale.unsqueeze(-1)
         return CastAhead(scale, data[..., : shard.shape[2]].contiguous())
@@ -67,9 +67,9 @@ class GatherExperts(Float8GatherWeight):
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Return (tensors to all-gather, metadata) for this shard of weights of shape `size`.
 
-        The tensors are the float8 bytes, padded to `rows` experts, and the scales if `mesh` shards
-        dim 0 evenly, else the metadata have the scales of all ranks. If the shard, a Parameter of
-        `module`, keeps no valid cast, it is rounded to `dtype` and cast.
+        The tensors are the float8 bytes, padded to `rows` experts, and the scales if several ranks
+        of `mesh` share dim 0 evenly; else the metadata have all scales. Sends a cast made ahead for
+        a Parameter of `module`, if still valid; else rounds the shard to `dtype` and casts it.
         """
         ranks, self.param_dtype = mesh.size(), dtype  # casts ahead round a shard to it
         # The Parameter that keeps a cast; None if `self` is a copy, as with CPU offload.

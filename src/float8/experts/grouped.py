@@ -1,7 +1,7 @@
 """The casts and grouped GEMMs of experts: each group of rows is multiplied by one expert's weight.
 
-For experts `float8.linear.functional.Linear` calls `Grouped` instead of `Dense`. Rows [T, C] are
-sorted by expert: group e has the rows `offs[e - 1]:offs[e]`. Weights are [E, N, K].
+For experts the autograd function `Linear` calls `Grouped`, for linear layers `Dense`. Rows [T, C]
+are sorted by expert: group e has the rows `offs[e - 1]:offs[e]`. Weights are [E, N, K].
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from float8.scales import Operand, Quantized
 
 def quantize_experts(
     weights: Tensor,  # [E, N, K], contiguous or a transposed view; others are copied
-    cast: Cast,  # format and granularity; `scale`: [E] scales to use, or None to compute them
+    cast: Cast,  # format and granularity; `scale`: None or, if one covers an expert, [E] to use
     *,
     row: bool = False,  # whether to return row data
     col: bool = False,  # whether to return column data, the transposed copy
@@ -40,7 +40,7 @@ def quantize_experts(
     per expert  [E, N], equal for all N             [E, K], equal for all K
     per row     [E, N]                              [E, K]
     1 x k       [E, N, ceil(K / k)]                 [E, K, ceil(N / k)]
-    k x k       [E, ceil(N / k), ceil(K / k)]       [E, ceil(K / k), ceil(N / k)], or longer rows
+    k x k       [E, ceil(N / k), >= ceil(K / k)]    [E, ceil(K / k), >= ceil(N / k)]
     """
     assert (cast.source, cast.reduce) == (None, None)  # each expert has its own scale
     weights = weights.detach()
@@ -120,13 +120,13 @@ def grouped_matmul(
     `a` is `Columns`, data [N, R] with scales [E, N], and `b` [K, R] has scales [E, K], returns
     `a @ b.T` over the columns of each group e, [E, N, K]; these groups end at `a.ends`, not `ends`.
 
-    Data are float8 and contiguous along the last dim, which is contracted. Scales multiply float32
-    sums. With 1 x k or k x k blocks `a` [R, K] has scales [R, K / k], `b` [E, N, K] has scales
-    [E, N, K / k] or [E, N / k, K / k], and `Columns` and their `b` have [N, R / k] and [K, R / k].
-    Then scaled sums of k products are added in float32. On the CPU the GEMM is emulated.
+    Data are float8 and contiguous along the last dim, which is contracted. With 1 x k or k x k
+    blocks `a` [R, K] has scales [R, K / k], `b` [E, N, K] has [E, N, K / k] or [E, ceil(N / k),
+    >= K / k], and `Columns` and their `b` have [N, R / k] and [K, R / k]. CPUs emulate the GEMM.
 
     Raises:
-        RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
+        RuntimeError: unless `gemm.emulate`, the GPU (in eager mode) or Triton < 3.6 lacks the GEMM.
+        ValueError: on a CPU, `a` is an `Operand`, and `ends` descend or are not in 0..R.
     """
     if not torch.compiler.is_compiling() and not gemm.emulate:
         # Of Blackwell's 10.x and 12.x, only 10.x has grouped GEMMs.
@@ -156,11 +156,11 @@ register(
 )
 
 GROUPED_OUTER = torch.ops.float8.grouped_outer.default
-"""Computes `Grouped.outer`. Compiled code supports torch's own op for bfloat16 only."""
+"""Op for grad_weight in high precision: compiled code supports torch's for bfloat16 only."""
 
 
 class Grouped(Dense):
-    """Namespace of the casts and grouped GEMMs that autograd function `Linear` has for experts."""
+    """Namespace of casts and grouped GEMMs that autograd function `Linear` calls for experts."""
 
     columns_from_values = False
     repeats_scales = True
@@ -170,7 +170,7 @@ class Grouped(Dense):
 
     @staticmethod
     def padded(row: Operand, granularity: Granularity) -> Operand:
-        """Zero-pad K of weights [E, N, K]: to a multiple of the block width, or else of 16."""
+        """Zero-pad K of [E, N, K] to a multiple of block width or 16; squeeze scales [E, N, 1]."""
         data, scale = padded(row, granularity)
         return Operand(data, scale if granularity.by_blocks else scale.squeeze(-1))
 
@@ -178,8 +178,8 @@ class Grouped(Dense):
     def transposed(row: Operand, cast_config: CastConfig, after: Tensor | None = None) -> Operand:
         """Return column data [E, K, N padded], the transposed copy, of float8 weights [E, N, K].
 
-        Under scales of rows, dequantized values are cast anew by `cast_config`; otherwise bytes are
-        transposed. Compiled code computes `after` first.
+        Scales are [E, N, 1] or of blocks. Under TENSORWISE or squares the bytes are transposed;
+        else dequantized values are cast by `cast_config`. Compiled code computes `after` first.
         """
         granularity = cast_config.scaling_granularity
         if not granularity.square:
@@ -198,12 +198,12 @@ class Grouped(Dense):
 
     @staticmethod
     def outer(g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """Return `g[i:j].T @ x[i:j]` in high precision for each group i:j, ending at `offs`."""
+        """Return `g[i:j].T @ x[i:j]` [E, N, K] in high precision, i:j being groups of rows."""
         return GROUPED_OUTER(g.contiguous(), x, offs)  # type: ignore[no-any-return]
 
 
 class GroupedTransposed(Grouped):
-    """Casts and GEMMs of experts whose weights [E, N, K] are views of Parameters [E, K, N]."""
+    """`Grouped` for kept casts of weights [E, N, K], which are views of Parameters [E, K, N]."""
 
     stored_transposed = True
 

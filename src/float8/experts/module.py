@@ -1,8 +1,8 @@
 """`Float8Experts`: convert the MoE experts of other libraries to float8 grouped GEMMs.
 
-A converted module stays the same object, with its Parameters, hooks and methods; only its class
-becomes a subclass of the old one. `RegisteredExperts` converts experts of transformers 5, and
-`SeamExperts` those of torchtitan. Your own modules call `grouped_linear` instead.
+A converted module stays the same object, with its hooks and methods; its class becomes a subclass
+of the old one. `RegisteredExperts` converts experts of transformers 5, and `SeamExperts` those of
+torchtitan. Your own modules call `grouped_linear` instead.
 """
 
 import functools
@@ -36,7 +36,7 @@ class ExpertsWeight(NamedTuple):
 
 
 class Float8Experts(Float8Module):
-    """Base class that runs experts in float8; a converted class also derives from its old class."""
+    """Base class of MoE experts in float8, which also derive from their class before conversion."""
 
     _float8_noun = "weights"
 
@@ -47,7 +47,7 @@ class Float8Experts(Float8Module):
         return stored_by_rows(self)
 
     def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
-        """Return `x[offs[e - 1]:offs[e]] @ weight[e].T` for all e; `name` is the weight's or ""."""
+        """Return `x[offs[e - 1]:offs[e]] @ weight[e].T` for all e; `name`: "" if it is unknown."""
         weight = _on_this_rank(weight)
         x = x.to(autocast_dtype(x.device) or weight.dtype)
         plan, parameter = self._float8_plan, self._parameters.get(name)
@@ -66,7 +66,7 @@ class Float8Experts(Float8Module):
         return weight.transpose(1, 2) if lies_transposed(self) else weight
 
     def extra_repr(self) -> str:
-        """Return the original class's text, the recipe, and settings that differ for experts."""
+        """Return the original class's text, the recipe or casts, and the settings in effect."""
         config = self._float8_config
         words = [super().extra_repr(), config.short_str()]
         sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
@@ -129,7 +129,7 @@ class RegisteredExperts(Float8Experts):
 
 
 def _on_this_rank(x: Any) -> Any:
-    """Return `x`, or its local part if it is a DTensor; raise if an expert is split over ranks."""
+    """Return `x`, or a DTensor's local part; raise unless placed by `Shard(0)` or `Replicate()`."""
     if not is_dtensor(x):
         return x
     if not all(placement.is_replicate() or placement.is_shard(0) for placement in x.placements):
@@ -153,7 +153,7 @@ _ARGUMENTS = ["A", "B_t", "offs"]  # of the method `_grouped_mm` of torchtitan's
 
 
 def kind_of(module: nn.Module) -> type[Float8Experts] | None:
-    """Return `RegisteredExperts` or `SeamExperts`, whichever can convert `module`, or else None."""
+    """Return `RegisteredExperts` for transformers, `SeamExperts` for torchtitan, or else None."""
     cls: Any = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     forward, method = cls.forward, inspect.getattr_static(cls, "_grouped_mm", None)
     if getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe":
@@ -169,7 +169,7 @@ def lies_transposed(module: Any) -> bool:
 
 
 def weights_of(module: nn.Module) -> list[ExpertsWeight]:
-    """Return the name and unsharded sizes of each Parameter that has a weight for each expert."""
+    """Return name and sizes (global if a DTensor) of each Parameter with a weight per expert."""
     weights = []
     for name, parameter in module._parameters.items():
         is_scale = name.endswith("_scale_inv")  # of experts in transformers' own float8
@@ -191,7 +191,7 @@ def stored_by_rows(module: nn.Module) -> list[str]:
 
 
 def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | None:
-    """Return why the experts in `module` cannot be converted with `config`, or None if they can."""
+    """Return why `module`, experts in float8 or not, cannot get `config`, or None if it can."""
     if reason := no_grouped_gemm(config):
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
@@ -227,7 +227,7 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
 
 
 def _overridden_grouped_mm(module: Any) -> str | None:
-    """Return an error message if torchtitan's `_grouped_mm` was replaced, or None if not."""
+    """Return an error if a subclass or attribute replaced torchtitan's `_grouped_mm`, or None."""
     cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     owners = [x.__name__ for x in cls.__mro__ if "_grouped_mm" in vars(x)]  # subclasses first
     if len(owners) == 1 and "_grouped_mm" not in vars(module):  # not as in torchtitan's MXFP8
@@ -238,7 +238,7 @@ def _overridden_grouped_mm(module: Any) -> str | None:
 
 
 def convert_experts(module: Any, config: Float8LinearConfig) -> None:
-    """Convert `module`, experts that `kind_of` knows, to float8 with `config`: change its class."""
+    """Convert `module`, supported experts in high precision, to `config` by a change of class."""
     kind: Any = kind_of(module)
     module.__dict__.pop("forward", None)  # accelerate leaves the forward of the class there
     module.__class__ = class_of_experts(kind, module.__class__)
@@ -247,7 +247,7 @@ def convert_experts(module: Any, config: Float8LinearConfig) -> None:
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `kind`, a `Float8Experts`, and of the original class `source`."""
+    """Return a subclass of `kind`, a `Float8Experts`, and `source`, the class before conversion."""
     members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
     members["_float8_source_class"] = source
     bases = kind, source

@@ -22,12 +22,12 @@ MAX_TENSORS = 1024  # of one launch, since each program loads the first programs
 def foreach_cast(
     tensors: Sequence[Tensor], scales: Sequence[Tensor], cast_config: CastConfig, via: torch.dtype
 ) -> list[Tensor]:
-    """Round tensors to `via`, cast tensor / scale to `cast_config.dtype`; finite values saturate.
+    """Round `tensors` to `via`, then cast tensor * (1 / scale) to float8; finite values saturate.
 
-    `tensors` share dtype and device. `scales` has a scale for each, 0-dim float32: views of one
-    tensor, 16 bytes apart, as from `quantize.scales_of`. On GPUs in eager mode, one kernel casts up
-    to 1024 contiguous tensors if `via` is their dtype, or bfloat16 for float32. Results have the
-    shapes of `tensors`; those of one kernel are views of one tensor.
+    `tensors`, one or more, share dtype and device. `scales` has a scale for each, 0-dim float32:
+    views of one tensor, 16 bytes apart, as from `quantize.scales_of`. On GPUs in eager mode, if all
+    are contiguous, and `via` is their dtype, or bfloat16 for float32, one kernel casts up to 1024
+    tensors. Results have the shapes of `tensors`; those of one kernel are views of one tensor.
     """
     first, dtype = tensors[0], cast_config.dtype
     rounds = first.dtype == torch.float32 and via == torch.bfloat16

@@ -24,8 +24,8 @@ class GatherInfo(NamedTuple):
     """Metadata that a hook passes to `fsdp_post_all_gather`: the weight's shape, scale and amax."""
 
     size: torch.Size  # of the whole weight
-    scale: Tensor | None = None  # of the whole weight, equal on all ranks; None if sent with data
-    amax: Tensor | None = None  # of the shard, under delayed scaling only; see `Float8Tensor`
+    scale: Tensor | None = None  # equal on all ranks; None if sent with data or not in float8
+    amax: Tensor | None = None  # of the shard, under delayed scaling, for layers to record
     on_gather_stream: bool = True  # whether FSDP2's stream for gathers computed scale and amax
 
 
@@ -41,21 +41,21 @@ class Float8GatherWeight(Wrapper):
 
     Each rank quantizes its shard, and sends bytes. Other ops run on `inner`, which is not copied.
     Views, copies, `empty_like`, `new_zeros` and `new_empty` of a wrapper, in float32, bfloat16 or
-    float16, are wrappers; other ops, unless in place, return plain tensors. Writes to a wrapper,
-    its views, and the plain tensors of `high_precision` increment the version of `write_counter`, a
-    plain tensor over the same memory. What `keep` stores is valid until that version changes.
+    float16, are wrappers; other ops, unless in place, return plain tensors. Eager writes to a
+    wrapper, its views of the same dtype, and plain tensors of `high_precision` raise the version of
+    `write_counter`, a plain tensor over the same memory, which ends what `keep` stored.
 
     Scales finer than one per tensor are gathered with the data, which FSDP2 allows only if shards
-    have one size. Otherwise, or if shards split a block, weights with such scales are gathered in
-    high precision.
+    have one size. Otherwise, or if shards split a row or block, weights with such scales are
+    gathered in high precision.
     """
 
     _inner: Tensor
     how: CastConfig  # of the cast before the all-gather; pickled under this name
     write_counter: Tensor
     param_dtype: torch.dtype | None = None
-    """Dtype of the `MixedPrecisionPolicy`, to which shards are rounded before the cast; None until
-    the first gather. Views and copies inherit it: FSDP2 copies shards on some ranks only."""
+    """Dtype (of the `MixedPrecisionPolicy`, or the shard's) to which casts round shards first; None
+    until a gather in float8. Views, copies inherit it: FSDP2 copies shards on some ranks only."""
     _ahead: tuple[Any, CastAhead | None] = None, None
     """The result of `_versions` when a scale or cast was kept, and that scale or cast."""
     _tensor_names = ("_inner",)
@@ -128,7 +128,7 @@ class Float8GatherWeight(Wrapper):
         return new
 
     def keep(self, ahead: CastAhead, weight: Any) -> None:
-        """Store `ahead` for all-gathers until `weight` (`self` or its DTensor) is written."""
+        """Store `ahead` until `weight` (`self` or its DTensor) changes; skip inference tensors."""
         if not (self.write_counter.is_inference() or weight.is_inference()):  # no versions
             self._ahead = self._versions(weight), ahead
 
@@ -142,7 +142,7 @@ class Float8GatherWeight(Wrapper):
         return self.how.scaling_granularity.one_scale
 
     def kept(self, weight: Any) -> CastAhead | None:
-        """Return what `keep(ahead, weight)` stored; None if none, or `weight` was written since."""
+        """Return what `keep(ahead, weight)` stored; None if none, or if `_versions` changed."""
         versions, ahead = self._ahead
         if ahead is not None and versions != (now := self._versions(weight)):
             if now[-1] and now[:-1] == versions[:-1]:  # it was cast, but not in this capture
@@ -154,7 +154,7 @@ class Float8GatherWeight(Wrapper):
         return self._ahead[1]
 
     def _versions(self, weight: Any) -> tuple[Any, ...]:
-        """Return a key that changes when `weight` is written or its mixed-precision dtype changes.
+        """Return a key that changes if `weight` is written or moved, or `param_dtype` is set anew.
 
         The version of `weight`, a DTensor, counts writes by ops on it and by compiled code; that of
         `write_counter` counts writes through `to_local()` and foreach ops. Replays of CUDA graphs
@@ -167,7 +167,7 @@ class Float8GatherWeight(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], GatherInfo]]:
-        """Hook that FSDP2 calls before an all-gather, with the arguments of `_pre_all_gather`."""
+        """`_pre_all_gather`, the hook by which FSDP2 gets tensors to all-gather, and metadata."""
         hook: Any = functools.partial(self._pre_all_gather)
         hook.__signature__ = _SIGNATURE  # FSDP2 inspects it at each call; computing it takes long
         return hook  # type: ignore[no-any-return]
@@ -177,8 +177,8 @@ class Float8GatherWeight(Wrapper):
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Return the tensors to all-gather for this shard, and metadata for `fsdp_post_all_gather`.
 
-        They are zero-padded along dim 0 to the size of the largest shard. If FSDP2 cannot gather
-        the scales, warn, and return the shard in high precision instead of float8.
+        They are zero-padded along dim 0 to the size of the largest shard. If `_why_not_in_float8`
+        has a reason, such as shards that cut blocks, warn, and return the shard in high precision.
         """
         dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
         if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:  # sharded along dim 0 only
@@ -219,9 +219,9 @@ class Float8GatherWeight(Wrapper):
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Return (tensors to all-gather, metadata) of this shard [R, K] of `module.weight` [*size].
 
-        The tensors are the float8 bytes, zero-padded to [rows, K], and the scales unless one serves
-        all ranks. A cast that `keep` stored is used if still valid; else the shard, even if R is 0,
-        is rounded to `dtype` and quantized.
+        The tensors are the float8 bytes, zero-padded to [rows, K], and scales, if there are several
+        ranks and not one scale for all. A valid cast or scale that `keep` stored is used, except
+        under delayed scaling; else the shard (even R = 0) is rounded to `dtype` and quantized.
         """
         weight, how, shard = module.weight, self.how, self._inner
         owner = local_tensor(weight)  # stores kept casts; with CPU offload `self` is a copy of it
@@ -252,7 +252,7 @@ class Float8GatherWeight(Wrapper):
         """Return (weight, ()): `received`, not copied, as a `Float8Tensor` or in high precision.
 
         `()`: FSDP2 has to free only `received`. If `out`, the weight of an earlier call over the
-        same memory, is given, update its scale and amax by `info`, and return None.
+        same memory, is given, update its scale and amax, if in float8, and return None.
         """
         size, scale, amax, on_gather_stream = info
         for x in (scale, amax):
@@ -301,7 +301,7 @@ torch.serialization.add_safe_globals([Float8GatherWeight, CastConfig, ScalingTyp
 
 
 def _unwrapped(x: Any) -> Any:
-    """Return `x`, or the items of a list `x`, with each wrapper replaced by its inner tensor."""
+    """Return `x` (if a list or tuple, a list) with each wrapper replaced by its inner tensor."""
     if isinstance(x, Float8GatherWeight):
         return x._inner
     return [*map(_unwrapped, x)] if isinstance(x, list | tuple) else x

@@ -28,10 +28,10 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     Call this function on all ranks after `optimizer.step()`, or use `attach_to_optimizer`, which
     does. All gathers of a weight, in forward and backward of each microbatch, then send this cast,
     which takes a byte per element of the shard. Without this call each gather casts, with the same
-    result, as it always does in the first forward and for weights with empty shards. Scales take
-    one all-reduce for all weights of a dtype, for each mesh dim that shards them, and one kernel
-    casts all weights that have one scale each. For shards offloaded to the CPU, only scales per
-    tensor are computed. Weights without `enable_fsdp_float8_all_gather` are skipped.
+    values, as it does until the first call after a forward, and if a weight's shards may be empty.
+    Weights with one scale each, and equal dtypes, casts and mesh dims that shard them, take one
+    all-reduce per mesh dim and, on GPUs, a cast kernel per 1024. For shards offloaded to the CPU,
+    only such scales are computed. Weights without `enable_fsdp_float8_all_gather` are skipped.
 
     A cast is used until the weight is written: by an optimizer's step, an op on the Parameter or
     a view, loading, a write into a tensor of a state dict. Call this function again after writes
@@ -77,7 +77,7 @@ def _cast(key: _BatchKey, shards: dict[Any, Float8GatherWeight]) -> list[CastAhe
 
 
 def _shards_to_cast(model: nn.Module) -> dict[_BatchKey, dict[Any, Float8GatherWeight]]:
-    """Return dynamically scaled weights to cast for gathers, as {properties: {weight: shard}}."""
+    """Return shards to cast, {key: {weight: shard}}; raise if one of one scale is gathered now."""
     batches: dict[_BatchKey, dict[Any, Float8GatherWeight]] = {}
     groups_of: dict[Any, tuple[Any, ...] | None] = {}  # sharding -> groups; None: empty shards
     weight: Any
@@ -139,7 +139,7 @@ class Float8Gathers(Feature):
     """Hooks, called by conversions and after steps, that have FSDP2 gather weights in float8."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise `ValueError` if `config` gathers in float8, but no one cast serves all GEMMs."""
+        """Raise `ValueError` if `config` gathers float8, but GEMMs cannot share a weight's cast."""
         require_one_cast(config, "enable_fsdp_float8_all_gather")
 
     def sharing_ranks(self, config: Float8LinearConfig) -> int:
@@ -162,7 +162,7 @@ class Float8Gathers(Feature):
         return None
 
     def why_not_taken(self, mod: Any, config: Float8LinearConfig) -> Refusal | None:
-        """Return (problem, advice) if a weight to be wrapped is a DTensor or has hooks, or None."""
+        """Return (problem, advice) if a weight to wrap is a DTensor or has gradient hooks."""
         names = _gathered_names(mod) if config.enable_fsdp_float8_all_gather else ()
         hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
         for weight in map(mod._parameters.get, names):
@@ -181,7 +181,7 @@ class Float8Gathers(Feature):
         _replace_contents(plain, users)
 
     def after_conversion(self, model: nn.Module, config: Float8LinearConfig | None) -> None:
-        """Wrap weights in `model` for float8 gathers if `config` (None: none) enables these."""
+        """Wrap weights in `model` for float8 gathers if `config`, unless None, enables these."""
         if config is not None and config.enable_fsdp_float8_all_gather:
             enable_float8_all_gather(model)
 

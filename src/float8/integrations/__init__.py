@@ -1,1 +1,1 @@
-"""Callbacks, converters and layers for other training libraries, one module for each."""
+"""Callbacks, converters, layers and a weight source for other libraries, one module for each."""

@@ -16,7 +16,7 @@ class Float8Args(BaseModel):
 
     float8_recipe: str = "tensorwise"
     float8_high_precision: list[str] = []  # the `names` of `keep_high_precision`
-    float8_all_gather: bool = False  # whether FSDP2 all-gathers weights in float8
+    float8_all_gather: bool = False  # by FSDP2; not for MXFP8, "rowwise_with_gw_hp"
 
 
 class Float8Plugin(BasePlugin):
@@ -27,7 +27,7 @@ class Float8Plugin(BasePlugin):
         return f"{__name__}.{Float8Args.__name__}"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """Return [callback] that has the `Trainer` convert its model; raise if `cfg.fp8` is set."""
+        """Return [callback] that converts the model; raise for `cfg.fp8` or an unknown recipe."""
         if cfg.fp8:
             raise ValueError("Float8Plugin: got fp8: true, which converts by torchao; leave it out")
         config = Float8LinearConfig.from_recipe_name(cfg.float8_recipe)

@@ -18,7 +18,7 @@ from float8.parallel.sharded import Shards
 
 
 class Float8ParallelLinear(Float8Linear):
-    """Base class of fairscale's column- and row-parallel linear layers with float8 GEMMs."""
+    """Base class of layers that replace fairscale's parallel linear layers, with float8 GEMMs."""
 
     _float8_mesh: Any = None  # a DeviceMesh of one dim: the model-parallel group
     _float8_placements: Any = None  # of input, weight, bias and output, as DTensors
@@ -28,10 +28,10 @@ class Float8ParallelLinear(Float8Linear):
     def from_parallel(
         cls, mod: Any, config: Float8LinearConfig, sequence_dim: int | None
     ) -> "Float8ParallelLinear":
-        """Return a copy of fairscale's layer `mod` that computes in float8, as `config` says.
+        """Return a float8 layer by `config` with Parameters and hooks of fairscale's layer `mod`.
 
-        It has the same Parameters and hooks. Tokens are sharded over the model-parallel ranks along
-        `sequence_dim` of activations; None: each rank has all tokens.
+        Inputs of column-parallel layers and outputs of row-parallel ones have this rank's tokens
+        only, sharded along `sequence_dim`; None: all tokens. `mod` and `config` are not checked.
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
         device = mod.weight.device.type
@@ -94,22 +94,22 @@ def swap_tp_linear_with_float8_linear(
 ) -> nn.Module:
     """Convert fairscale's `ColumnParallelLinear` and `RowParallelLinear` to float8, in place.
 
-    Returns `model`; `convert_to_high_precision(model)` undoes the conversion. Scales per
-    tensor are the same as without sharding, since ranks all-reduce amaxes.
+    Returns `model`; `convert_to_high_precision(model)` undoes the conversion. Layers of
+    subclasses stay as they are. Scales per tensor are as without sharding, by all-reduced amaxes.
 
     Args:
         model: the model, or a single layer of these classes.
         config: a `Float8LinearConfig`, or the name of a recipe; None means `"tensorwise"`. With
             `Float8Weights.HELD` (casts kept until the weight is written), these layers cast their
-            weights at each use nevertheless, and a warning says so.
+            weights at each use nevertheless, and `update_float8_weights` warns of it.
         module_filter_fn: called as `module_filter_fn(layer, fqn)`; return True to convert `layer`.
         sequence_parallel: whether inputs of column-parallel layers (set `gather_output=False`), and
             outputs of row-parallel ones, have this rank's tokens only. fairscale lacks this.
         sequence_dim: the dim of activations that holds tokens: 0 for [seq, batch, dim].
 
-    Raises `TypeError` for an argument of the wrong type; `RuntimeError` if fairscale's model
-    parallel is not initialized; `ValueError` for an unknown recipe, or a config that a layer does
-    not support: none supports `enable_fsdp_float8_all_gather` or `Float8Weights.ONLY` (weights that
+    Raises `TypeError` if `model` or `config` has the wrong type; `RuntimeError` if fairscale's
+    model parallel is not initialized; `ValueError` for an unknown recipe, or a layer that cannot
+    take `config`: none takes `enable_fsdp_float8_all_gather` or `Float8Weights.ONLY` (weights that
     exist in float8 only). `model` is unchanged then.
     """
     require_module(model, "model")

@@ -12,13 +12,13 @@ class Float8Callback(Callback):
     """Lightning callback that converts a `LightningModule` to float8 before optimizers are made.
 
     Pass it as `Trainer(..., callbacks=[Float8Callback(config=...)])`. Its hooks update scales and
-    float8 weights at each optimizer step. `validate`, `test` and `predict` with `ckpt_path` need it
-    too: checkpoints have buffers of delayed scaling, which an unconverted module lacks.
+    float8 weights at each optimizer step. Under delayed scaling, `validate`, `test` and `predict`
+    with `ckpt_path` need it too: checkpoints have buffers that an unconverted module lacks.
 
     Args:
         convert: set False if you convert the module yourself, for example in `configure_model`.
-        group: the process group over which delayed scaling all-reduces amaxes. None means the ranks
-            of the device mesh if weights are DTensors, and all ranks if not.
+        group: the process group over which delayed scaling all-reduces amaxes. None: the ranks of
+            the device mesh of weights, or of other Parameters under their `fully_shard`, or all.
         **conversion: arguments of `convert_to_float8_training`; without `config`, "tensorwise".
     """
 

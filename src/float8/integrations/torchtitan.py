@@ -2,8 +2,8 @@
 
 Where a `Trainer.Config` is made, such as in a function of a `config_registry`, write:
 
-    spec = model_registry("8B", converters=[Float8Converter.Config(recipe_name="delayed")])
-    spec.post_optimizer_build_fn = attach_to_optimizers  # both lines with torchtitan 0.3.0
+    config.model_spec = model_registry("8B", converters=[Float8Converter.Config()])
+    config.model_spec.post_optimizer_build_fn = attach_to_optimizers  # both lines: torchtitan 0.3.0
     config.model = build_model_config("8B", converters=[Float8Converter.Config()])
     config.optim = attached(config.optim)  # both lines with later releases
 """
@@ -63,7 +63,7 @@ class ConvertedLinear(Float8Linear, Linear):
             return output
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard Parameters by torchtitan's `parallel_dims`; leave buffers (scales) unsharded."""
+        """Shard Parameters, not buffers, by `parallel_dims`; raise if TP is by spmd_types."""
         backend = getattr(parallel_dims, "spmd_backend", "spmd_types")
         if parallel_dims.tp_enabled and backend == "spmd_types":
             got = "got tensor parallel with spmd_backend='spmd_types', expected 'partial_dtensor'"
@@ -93,14 +93,14 @@ def _grouped_class(cls: Any) -> Any:
 
 @functools.cache
 def converted_config(source: Any) -> Any:
-    """Return a subclass of config class `source` that builds in float8, by a field `float8`."""
+    """Return a subclass of config class `source` that builds in float8, by the field `float8`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(source):
         float8: Float8LinearConfig
 
         def build(self, **kwargs: Any) -> Any:
-            """Return what `source` builds from `kwargs`, in float8; raise if it is unsupported."""
+            """Return what `source` builds, in float8; raise if unsupported (experts may later)."""
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])
@@ -122,10 +122,10 @@ def converted_config(source: Any) -> Any:
 class Float8Converter(ModelConfigConverter, ModelConfigTransform):
     """torchtitan converter that has a model config build linear layers and experts in float8.
 
-    The output head, the layers of routers that score experts, and layers of other classes than
-    `Linear`, `ColumnParallelLinear`, `RowParallelLinear` and experts stay in high precision. Tensor
-    parallel works in torchtitan 0.3.0 only, with `spmd_backend="partial_dtensor"`. After 0.3.0,
-    `Float8Converter.Config(...).build()` is also a transform of model configs.
+    The output head, gates of routers, and layers of other classes than `Linear`, experts,
+    `ColumnParallelLinear` and `RowParallelLinear` stay in high precision. Tensor parallel works in
+    torchtitan 0.3.0 only, with `spmd_backend="partial_dtensor"`. After 0.3.0, `Config(...).build()`
+    is also a transform of model configs. Raises `ValueError` for recipes that `Config` excludes.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -134,12 +134,12 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
 
         recipe_name: str = "tensorwise"
         experts_recipe_name: str | None = None
-        """The recipe of experts; None: `recipe_name`. Under `"delayed"`, which grouped GEMMs do not
-        support, experts stay in high precision, with a warning in the log."""
+        """The recipe of experts; None: `recipe_name`. `"delayed"`, which no grouped GEMM supports,
+        raises a `ValueError` here; as `recipe_name`, it leaves experts in high precision."""
         filter_fqns: list[str] = field(default_factory=list)
         """Layers and experts whose names contain one of these stay in high precision."""
         enable_fsdp_float8_all_gather: bool = False
-        """Have FSDP2 all-gather linear layers in float8; experts are gathered in high precision."""
+        """FSDP2 gathers weights [N, K], no experts, in float8: not MXFP8, "rowwise_with_gw_hp"."""
         emulate: bool = False  # run GEMMs on dequantized data, on any device
 
     def __init__(self, config: Config) -> None:
@@ -155,9 +155,9 @@ class Float8Converter(ModelConfigConverter, ModelConfigTransform):
         self._linear = replace(make(recipe), emulate=config.emulate, **gathers)
 
     def convert(self, model_config: Any) -> Any:
-        """Return `model_config`, changed so that its linear layers and experts are built in float8.
+        """Return `model_config`, changed in place to build linear layers and experts in float8.
 
-        Raises `ValueError` if another converter has quantized layers, or if none can be converted.
+        Raises `ValueError` if another converter has quantized layers, or none is left to convert.
         """
         experts = (GroupedLinear or GroupedExperts).Config  # the latter in 0.3.0
         # Each is (fqn, config, parent, name); `parent` has `config` as attribute or element `name`.
@@ -214,8 +214,8 @@ def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) 
 def attached(optim: Any) -> Any:
     """Return a copy of torchtitan's optimizer config `optim` that adds hooks to what it builds.
 
-    Hooks update scales and float8 weights of the model at each step. The copy's `build` raises a
-    `ValueError` if `enable_cuda_graph` is set, since a replayed graph runs no hooks.
+    For torchtitan after 0.3.0. Hooks update scales and float8 weights at each step. The copy's
+    `build` raises `ValueError` if `enable_cuda_graph` is set: a replayed graph runs no hooks.
     """
     source: Any = type(optim)
 

@@ -24,26 +24,26 @@ from float8.step import Attachment, attach_to_optimizer
 class Float8Callback(TrainerCallback, ExportableState):
     """`Trainer` callback that converts the model to float8, and saves the state of delayed scaling.
 
-    `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before an
-    optimizer is made and before DDP, FSDP or DeepSpeed wrap `model`, and prints a report on rank 0.
+    `Trainer(model, ..., callbacks=[Float8Callback("tensorwise")])` converts `model` before it makes
+    an optimizer or wraps `model` by DDP, FSDP or DeepSpeed, and prints a report on rank 0.
     A model from `model_init` is converted when training begins; with several ranks, convert it in
     `model_init`, and use `Float8Callback()`. Hooks on the optimizer update scales at each step.
 
-    Models are saved without buffers of delayed scaling; `trainer_state.json` has these, and a few
-    values of each weight. `train(resume_from_checkpoint=...)` raises a `ValueError` if loaded
-    weights have other values: the `Trainer` loads no weight, as of experts, renamed in files.
+    Once training begins, `save_pretrained` omits buffers of delayed scaling; `trainer_state.json`
+    has these, and a few values of each plain weight. Resuming raises `ValueError` if the model has
+    others: the `Trainer` does not load weights that have other names in files, such as experts'.
 
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert the model.
-        group: the process group over which delayed scaling all-reduces amaxes. None means the ranks
-            of the device mesh if weights are DTensors, and all ranks if not. It is lost if
-            `TrainingArguments` have `restore_callback_states_from_checkpoint=True`.
+        group: the process group over which delayed scaling all-reduces amaxes. None: the ranks of
+            the device mesh of weights, or of other Parameters under their `fully_shard`, or all.
+            Resuming with `restore_callback_states_from_checkpoint=True` loses it and `config`.
         **conversion: other arguments of `convert_to_float8_training`. If the `Trainer`'s arguments
             have `max_length` (trl), the default `tokens_per_step` is batch size times `max_length`.
 
     Raises:
-        ValueError: the model cannot be converted with these arguments, or has layers of torchao's
-            float8 or TransformerEngine; or accelerate has `mixed_precision="fp8"`.
+        ValueError: the recipe is unknown, or there is `conversion` without `config`. By `Trainer`:
+            the model cannot be converted, or torchao, TransformerEngine or accelerate convert it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Convert `model` if this callback got a `config`, and print a report on rank 0."""
+        """With a `config`, convert `model`, and report on rank 0; raise if accelerate has fp8."""
         if AcceleratorState().mixed_precision == "fp8":
             got = "got mixed_precision='fp8', by which accelerate converts the model, too"
             do = "set it to 'bf16' in `accelerate config` or ACCELERATE_MIXED_PRECISION"
@@ -86,7 +86,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
-        """Convert `model` if still needed; load scales when resuming; add hooks to `optimizer`."""
+        """Convert `model` if it is not yet; resuming, check weights and load scales; add hooks."""
         self._remove_hooks()  # from a model whose training ended in an error
         if self._config is not None and self._converted_count != _float8_count(model):
             if args.world_size > 1:
@@ -129,7 +129,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     on_predict = on_evaluate
 
     def state(self) -> dict[str, Any]:
-        """Return {"attributes": {"delayed": {layer: {buffer: list}}, "weights": {name: list}}}."""
+        """Return {"args": {}, "attributes": {"delayed": buffers by layer, "weights": samples}}."""
         saved = {
             plain_name(name): {key: x.tolist() for key, x in layer._float8_state().items()}
             for name, layer in self._delayed().items()
@@ -143,7 +143,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._attachment = None
 
     def _load_scales(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Load `saved`, {layer: {buffer: values}}; warn if the model has other such layers."""
+        """Load `saved`, {layer: {buffer: values}}; warn if delayed scaling is in other layers."""
         layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if differ := sorted(layers.keys() ^ saved.keys()):
             got = "got delayed scaling in different layers of the checkpoint and the model"
@@ -155,13 +155,13 @@ class Float8Callback(TrainerCallback, ExportableState):
             layers[name].load_state_dict(values, strict=False)
 
     def _changed(self, saved_state: dict[str, Any]) -> list[str]:
-        """Return "name [shape]" of weights that differ from `saved_state`, a result of `state`."""
+        """Return "name [shape]" of weights whose samples differ from those saved by `state`."""
         saved = saved_state["attributes"].get("weights", {})
         items = ((name, x, saved.get(name, x.tolist())) for name, x in self._samples().items())
         return [n for n, x, old in items if not x.allclose(x.new_tensor(old), 0, 0, equal_nan=True)]
 
     def _samples(self) -> dict[str, Tensor]:
-        """Return {"name [shape]": a few values} of Parameters that are not in float8 or on meta."""
+        """Return {"name [shape]": few values} of plain high-precision Parameters, none on meta."""
         return {
             f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
             for name, x in (self._model() or nn.Module()).named_parameters()

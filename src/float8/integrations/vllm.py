@@ -17,27 +17,27 @@ from float8.checkpoints.schemes import COMPRESSED, FINE_GRAINED, scheme_named
 class Float8WeightSource(WeightSource):
     """A `WeightSource` of vLLM that yields float8 data and scales of a converted `model`.
 
-    Pass it to vLLM's engine for trainers. The vLLM server must have loaded a checkpoint with the
-    same `format` and `strategy`:
+    Pass it to vLLM's engine; the server must have loaded a checkpoint of this `format`, `strategy`:
 
         source = Float8WeightSource(model, "compressed-tensors")
         engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
         engine.send_weights()  # after each step, on all ranks
 
-    Each iteration casts the current weights, and yields what `float8_weights(model, format)` does.
+    Each iteration yields the current weights, as `float8_weights` does for the same arguments.
     Ranks that share a model must iterate together, each to the end. Shard the model before the
     first use: `metadata` (in vLLM 0.26 to 0.32 a method, later an attribute) must not change.
 
     Args:
         model: a model that `convert_to_float8_training` has converted, whole or sharded.
         format: `"fine-grained-fp8"` or `"compressed-tensors"`, the format that the server reads.
-        strategy: the granularity of scales; None: `"block"`, or `"channel"` of the latter format.
-        dtype: to which tensors not cast to float8 are rounded; None: bfloat16 if most are float32.
+        strategy: the granularity of scales; None: `"block"`, or `"channel"` for the latter format.
+        dtype: that of tensors not in float8. None: theirs, but bfloat16 if most weights to cast are
+            float32, except for tensors that transformers keeps in float32.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, to which weights are rounded first.
 
     Raises:
-        ValueError: `format` or `strategy` is unknown, or vLLM does not read it. Reading metadata or
-            weights raises the other errors of `float8_weights`.
+        ValueError: unknown `format` or `strategy`; or "tensor" of "fine-grained-fp8", which vLLM
+            does not read. Reading metadata or weights raises the other errors of `float8_weights`.
     """
 
     model: nn.Module
@@ -65,7 +65,7 @@ class Float8WeightSource(WeightSource):
         metadata = cached_property(metadata)  # type: ignore[assignment]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Cast weights to float8; yield them, their scales and other tensors as (name, tensor)."""
+        """Yield (name, tensor) for float8 data of weights, their scales, and other tensors."""
         return float8_weights(**self._arguments)
 
     __iter__ = iter_full

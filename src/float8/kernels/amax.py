@@ -65,7 +65,7 @@ def amax_triton(x: Tensor) -> Tensor:
 def amax_plan(n: int, dtype: torch.dtype, device: torch.device, unless_set: bool = False) -> Launch:
     """Return the launch of a kernel, called with (x, amaxes, scale), that measures amaxes of ``x``.
 
-    ``x`` has ``n`` > 0 elements, this dtype and device, and no gaps in memory (`is_dense`). Each
+    ``x`` has ``n`` > 0 elements, this dtype and device, and no gaps or overlaps (`is_dense`). Each
     program of the kernel stores the amax of its part of ``x`` in ``amaxes``, float32
     [launch.programs]; the caller takes their maximum. Every program of `cast_kernel` does so, hence
     there are at most 8 amaxes per multiprocessor. With ``unless_set`` the kernel does nothing if

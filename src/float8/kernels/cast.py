@@ -1,8 +1,8 @@
 """Casts of high-precision tensors to float8 row and column data, under scales of any granularity.
 
-On GPUs `cast_kernel` casts a tensor tile by tile, or, if only row data with a scale per row are
-requested, `cast_rows_kernel` row by row. If a scale covers more than one tile, another kernel first
-measures amaxes: that of `amax` for one scale, `measure_kernel` for scales of rows and columns.
+On GPUs `cast_kernel` casts a tensor tile by tile, or `cast_rows_kernel` row by row; the latter only
+row data with a scale per row, of rows that fit registers. If `cast_kernel` computes scales of more
+than a tile, another kernel first measures amaxes: that of `amax` for one, else `measure_kernel`.
 """
 
 import functools
@@ -26,16 +26,16 @@ from float8.scales import Operand, amax_to_exponent, amax_to_scale, inverse_of_e
 
 
 class CastArguments(NamedTuple):
-    """Arguments of `torch.ops.float8.cast`: blocks, dtype, row or column data or both, rounding."""
+    """Arguments of `torch.ops.float8.cast` except the tensors ``x``, ``scale`` and ``after``."""
 
     height: int | None  # rows and columns of a block that shares a scale; None for a whole dim
     width: int | None
     dtype: torch.dtype
-    row: bool
-    col: bool
-    pad_rows: bool = False
+    row: bool  # return row data
+    col: bool  # return column data (the transposed copy)
+    pad_rows: bool = False  # zero-pad rows of row data, as always under block scales
     power_of_2: bool = False  # round scales up to powers of two
-    via: torch.dtype | None = None  # round to this dtype before the cast
+    via: torch.dtype | None = None  # round `x` to this dtype before the cast
 
 
 def cast(
@@ -56,25 +56,26 @@ def cast(
     per tensor. Each is returned as an `Operand` (data, scale), or None if not requested. Elements
     become ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value of the
     format and rounded to nearest even. Non-finite elements, and 0 if 1 / scale is Inf, become NaN,
-    the byte 0x7f. If scales are 8-bit exponents (MXFP8), Inf becomes the format's largest value
-    with scale 2**127, and a NaN makes its block NaN. Scales of 1 x k blocks are column-major.
+    the byte 0x7f. If scales are 8-bit exponents (MXFP8), Inf saturates under scale 2**127, a block
+    with a NaN is all NaN, one with scale 2**-127 all 0. Scales of 1 x k blocks are column-major.
 
     Args:
         x: float32, bfloat16 or float16, else raises `TypeError`; of any strides; gets no gradient.
+            Raises `ValueError` if it is not 2-D, or if ``row`` and ``col`` are False.
         cast_config: the format, the granularity, and whether scales are powers of two.
         row: return row data, with columns zero-padded to a multiple of the block width, or of 16
             without block scales. Under block scales, rows are zero-padded to a multiple of 16 or,
             if blocks are square, of their side; without block scales, only if ``pad_rows``.
         col: return column data, zero-padded like row data with ``pad_rows``.
         pad_rows: without block scales, zero-pad rows of row data to a multiple of 16.
-        scale: one float32 element to use instead of a scale computed from the amax of ``x``.
-            Raises `ValueError` if ``cast_config`` has more than one scale per tensor.
-        via: round ``x`` to this dtype first. The kernel that casts does so itself if ``scale`` is
-            given and ``x`` is rounded from float32 to bfloat16; else another kernel runs before it.
+        scale: one float32 element on the device of ``x``, used instead of a scale from its amax.
+            Other tensors raise `ValueError`; so does any if ``cast_config`` has finer scales.
+        via: round ``x`` to this dtype first. On GPUs, the kernel that casts does so if ``scale`` is
+            given, ``x`` is float32 and ``via`` is bfloat16; else ``x.to(via)`` runs before it.
         after: a tensor that compiled code must compute before this cast. Backward passes the scale
             of grad_output, so that a compiler cannot move the cast of a weight into forward.
-        traced: use plain PyTorch ops, which Inductor fuses into the code that computes ``x``, and
-            which may read values not yet rounded to ``x.dtype``. Ignored if one scale covers ``x``,
+        traced: use torch ops, without ``after``. Inductor fuses them into code that computes ``x``
+            and may read values not yet rounded to ``x.dtype``. Ignored if one scale covers ``x``,
             if ``x`` may be empty, and under blocks unless their width divides C and stride(1) is 1.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
@@ -102,7 +103,7 @@ def cast(
 
 
 def refusal(x: Tensor) -> Exception:
-    """Return the error of `cast` for ``x``: its dtype, not 2-D, or else no result requested."""
+    """Return the error for `x` of a wrong dtype or not 2-D; else for neither `row` nor `col`."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
@@ -127,7 +128,7 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, exponents: bool = Fa
 
     ``scale`` is float32 and broadcasts to ``x``. Inf and NaN become NaN, the byte 0x7f. If
     ``exponents``, the scales are those of MXFP8, powers of two from 2**-127 to 2**127: then Inf
-    saturates, and 1 / 2**-127 counts as 1, so that elements with that scale round to zero.
+    saturates, and 1 / 2**-127 counts as 1: elements tiny enough for that scale round to zero.
     """
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
@@ -150,9 +151,8 @@ def cast_reference(
     """Cast ``x`` [R, C] to float8 by plain PyTorch ops: the op `torch.ops.float8.cast` on CPUs.
 
     ``flat`` and ``named`` are fields of `CastArguments` (block shape, dtype, results); ``after`` is
-    ignored. Returns those requested of row data, row scales, column data (the transposed
-    copy), column scales. If one scale covers ``x``, returns that scale, unless it was passed as
-    ``scale``, and then the data requested.
+    ignored. Returns what is requested of row data, row scales, column data (transposed), scales.
+    If one scale covers ``x``, it comes first instead, or is left out if passed as ``scale``.
     """
     arguments = CastArguments(*flat[: len(CastArguments._fields)], **named)
     height, width, dtype, row, col, pad_rows, power_of_2, via = arguments
@@ -219,10 +219,10 @@ def cast_reference(
 
 
 def specs_of(shape: tuple[int, ...], arguments: CastArguments) -> list[Spec | None]:
-    """Return (shape, strides, dtype) of row data, their scales, column data (transposed), scales.
+    """Return (shape, strides, dtype) of a cast's results, or None for those that do not exist.
 
-    ``shape`` is that of the tensor to cast; its sizes may be symbolic. An entry is None if
-    ``arguments`` do not request that result, and for scales if one scale covers the whole tensor.
+    The list has row data, row scales, column data (the transposed copy), column scales. Scales do
+    not exist if one covers the tensor. ``shape`` is that of the tensor to cast; may be symbolic.
     """
     height, width, dtype, row, col, pad_rows, *_ = arguments
     (R, C), specs = shape, list[Spec | None]()
@@ -276,7 +276,7 @@ def _cast_triton(x: Tensor, scale: Tensor | None, arguments: CastArguments) -> l
 
 
 class _Matrix(NamedTuple):
-    """The matrix that a kernel reads, `x` or `x.t()`, and its cast: layouts, padding, rounding."""
+    """The matrix that a kernel reads, `x` or `x.t()`, and how it is cast to row and column data."""
 
     dtype: torch.dtype
     device: torch.device
@@ -286,7 +286,7 @@ class _Matrix(NamedTuple):
     pad_rows: bool  # whether R is padded in row data
     pad_cols: bool  # whether C is padded in column data
     rounded: bool  # whether `x` is rounded to bfloat16 first
-    arithmetic: tuple[int, int, bool]  # the constant `ARITHMETIC` of `kernels.numeric`
+    arithmetic: tuple[int, int, bool]  # mantissa bits, rounding of scales, conversion by the GPU
 
 
 _Kernels = tuple[Launch, Launch | None, Spec | None]
@@ -296,11 +296,11 @@ _Kernels = tuple[Launch, Launch | None, Spec | None]
 @functools.lru_cache(maxsize=4096)
 def cast_plan(
     x_dtype: torch.dtype,
-    shape: tuple[int, int],
+    shape: tuple[int, int],  # of `x`, which is not empty
     strides: tuple[int, int],
     device: torch.device,
     source: str,  # of one scale: "given", "measured", "kept" or "recorded"; else "given"
-    arguments: CastArguments,  # the format, the granularity, which data to return
+    arguments: CastArguments,  # `via`: None or, if `source` is "given", bfloat16
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function (x, scale, amax) that allocates the results of a cast and launches kernels.
 
@@ -357,9 +357,9 @@ def cast_plan(
 
 
 def _tensor_kernels(matrix: _Matrix, source: str) -> _Kernels:
-    """Return the launches that cast and measure amaxes; the amaxes' shape, strides, dtype.
+    """Return (launch that casts by one scale, launch that measures amaxes, spec of the amaxes).
 
-    The cast has one scale, from ``source``, see `cast_plan`; if "given", the rest is None.
+    ``source`` of the scale: see `cast_plan`; if that is "given", the last two results are None.
     """
     tile_shapes = tiles.COL_TILES if matrix.col else tiles.ROW_TILES
     if source == "given":
@@ -376,14 +376,14 @@ def _whole_row_launch(matrix: _Matrix) -> Launch:
     block_c = max(1 << (C - 1).bit_length(), 16)
     rows = max(4096 // block_c, 1)  # of a program
     unmasked = R % max(rows, 16) == 0 and block_c == C
-    num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
+    num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 or 64 elements a thread
     kernel, programs = cast_kernels.cast_rows_kernel, -(-ceil16(R) // rows)
     constants = (matrix.pad_rows, *matrix.arithmetic, unmasked, rows, block_c)
     return Launch(kernel, matrix.device, programs, matrix.sizes, constants, num_warps)
 
 
 def _row_kernels(matrix: _Matrix) -> _Kernels:
-    """Return the launches that cast rows and measure amaxes; the amaxes' shape, strides, dtype."""
+    """Return (launch that casts by scales of rows, launch that measures amaxes, their spec)."""
     R, C, *_ = matrix.sizes
     rows, block_c, strips = tiles.strips_of(R, C, matrix.dtype, matrix.device)
     kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips

@@ -13,7 +13,7 @@ _BLOCK_R, _BLOCK_C = 16, 256
 
 
 def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: torch.dtype) -> Tensor:
-    """Return `data * scale` in `dtype`; in eager mode on a GPU, if `fits_kernel`, by Triton."""
+    """Return `data * scale` in `dtype`; eager code on a GPU may use Triton, if `fits_kernel`."""
     data = operand.data
     if data.is_cuda and takes_triton_directly(*operand) and fits_kernel(operand, granularity):
         return dequantised_triton(operand, granularity, dtype)
@@ -23,9 +23,9 @@ def dequantised_by_kernel(operand: Operand, granularity: Granularity, dtype: tor
 def fits_kernel(operand: Operand, granularity: Granularity) -> bool:
     """Return whether the Triton kernel can dequantize `operand`, a tuple (data, scale).
 
-    The data must be 2-D or 3-D, not empty and contiguous along the last dim, with one scale for the
-    tensor, each row or each block. Scales per row must have the shape [..., R, 1], not [..., 1, C]
-    as in a transposed operand.
+    The data must be 2-D or 3-D, not empty and contiguous along the last dim. Scales per row must
+    have the shape [..., R, 1], not [..., 1, C] as in a transposed operand; scales of blocks must
+    have as many dims as the data.
     """
     data, scale = operand
     per_row = scale.shape == (*data.shape[:-1], 1)

@@ -6,7 +6,7 @@ compiles to these instructions. The bits of magnitudes compare as integers like 
 NaN lies above Inf, so that an integer maximum propagates NaN.
 
 The constant ``ARITHMETIC`` describes a cast by three values: the mantissa bits of the format (3 of
-e4m3fn, 2 of e5m2); how scales are rounded (0: not, 1: to powers of two, 2: to 8-bit exponents); and
+e4m3fn, 2 of e5m2); how scales are rounded (0: not, 1: up to 2**n, 2: up to 8-bit exponents); and
 ``HARDWARE``, whether the GPU converts to float8, see ``has_float8_conversion``.
 """
 
@@ -51,7 +51,7 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to bfloat16 and back, to nearest even; by integers unless HARDWARE."""
+    """Round float32 to bfloat16 and back; by integers unless HARDWARE (the GPU casts to float8)."""
     if HARDWARE:
         v = v.to(tl.bfloat16).to(tl.float32)
     else:
@@ -90,7 +90,7 @@ def scale_of_amax(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-de
 
 @jit
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return 1 / scale, correctly rounded, for a result of `scale_of_amax`; in PTX if HARDWARE."""
+    """Return 1 / scale, rounded correctly for scales of `scale_of_amax`; HARDWARE: by PTX, FMAs."""
     if HARDWARE:
         # What a division compiles to, but without its slow path, which no scale needs.
         guess = tl.inline_asm_elementwise(
@@ -133,7 +133,7 @@ def scale_and_inverse(bits, ARITHMETIC: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def to_float8_bits(v, ARITHMETIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round float32 to float8 bits (uint8), ARITHMETIC[0] of mantissa; Inf saturates, NaN: 0x7f."""
+    """Round float32 to float8 as uint8; ARITHMETIC[0]: mantissa bits. Inf saturates; NaN: 0x7f."""
     if ARITHMETIC[HARDWARE_CAST]:
         FORMAT: tl.constexpr = tl.float8e4nv if ARITHMETIC[MANTISSA_BITS] == 3 else tl.float8e5
         codes = v.to(FORMAT).to(tl.uint8, bitcast=True)

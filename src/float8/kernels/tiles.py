@@ -16,7 +16,7 @@ from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import jit, sm_count, tl
 
 Tile = tuple[int, int, int]
-"""Rows and columns, powers of two from 16 on, and the warps of the program that casts the tile."""
+"""Rows and columns, powers of two from 16 on, and the warps of the program for the tile."""
 
 ROW_TILES: tuple[Tile, ...] = ((16, 256, 4), (16, 128, 2))
 """Tiles of kernels that write no transposed copy."""

@@ -19,7 +19,7 @@ BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
     """Return a contiguous copy [C, R] of ``data`` [R, C], C and R zero-padded to multiples of 16.
 
-    ``data`` are 2-D, float8, uint8 or int8, else raises `TypeError`; any strides do. No gradient.
+    ``data``: 2-D, any strides, float8_e4m3fn, float8_e5m2, uint8 or int8; else raises `TypeError`.
     ``after``: a tensor that compiled code must compute first, e.g. to keep the copy in backward.
     """
     if data.dtype not in BYTE_DTYPES or data.dim() != 2:
@@ -33,7 +33,7 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
 
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
-    """Return a copy [C, R] of ``data``, dims zero-padded to multiples of 16; ignore ``after``."""
+    """Return a copy [C, R] of ``data`` [R, C], zero-padded to multiples of 16; ignore ``after``."""
     # As uint8, because not every backend implements copies of float8.
     (R, C), codes = data.shape, data.view(torch.uint8)
     out = codes.new_zeros((C + -C % 16, R + -R % 16))
@@ -59,7 +59,7 @@ def _launch(dtype: torch.dtype, device: torch.device, *integers: int) -> Launch:
 def _transpose_kernel(  # type: ignore[no-untyped-def]
     in_ptr,  # [R, C]
     out_ptr,  # [Cp, Rp], padded to multiples of 16
-    R, C, stride_r, stride_c,
+    R, C, stride_r, stride_c,  # sizes and strides of the input; EVEN: tiles fill it, without masks
     EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Copy one tile of bytes to its place in the transposed matrix, and store zeros as padding."""

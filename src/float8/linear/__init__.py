@@ -1,4 +1,4 @@
-"""`Float8Linear`, its base class, and the function `linear`."""
+"""`Float8Linear`, its base class, the function `linear`, and a test of what is unsupported."""
 
 from float8.linear.base import Float8Module as Float8Module
 from float8.linear.functional import linear as linear

@@ -28,7 +28,7 @@ def our_names(base: type) -> frozenset[str]:
 
 @functools.cache
 def not_copied(cls: type) -> frozenset[str]:
-    """Return the names in `_float8_not_copied` of `cls` and its bases, which copies leave out."""
+    """Return the attributes that copies leave out: `_float8_not_copied` of `cls` and its bases."""
     return frozenset().union(*(vars(x).get("_float8_not_copied", ()) for x in cls.__mro__))
 
 
@@ -45,11 +45,11 @@ class PlainFloat8Module(nn.Module):
     _float8_source_class: ClassVar[type[nn.Module]]
     """The class of the module before conversion and after `convert_to_high_precision`."""
     _float8_observers: tuple[Callable[..., Any], ...] = ()
-    """Functions of `(self, casts, input, weight, output[, offs, name])` that return the output."""
+    """Called in forward, `f(self, casts, input, weight, output[, offs, name])`, for the output."""
     _float8_not_copied: ClassVar[frozenset[str]] = frozenset(
         {"_float8_attached", "_float8_observers"}
     )
-    """Attributes that copies leave out, since they belong to one training and its optimizers."""
+    """Attributes that copies and pickles leave out, as they belong to one training."""
     _float8_attached = 0  # number of optimizers that the module is attached to
     _float8_shards: Any = None  # computes with DTensor weights; `float8.wings` sets `Shards()`
     _float8_noun = "weight"  # the word for the weights in `_float8_words`
@@ -63,8 +63,8 @@ class PlainFloat8Module(nn.Module):
     def _float8_set_up(self, config: Float8LinearConfig, finish: bool = True) -> None:
         """Apply `config` to this float8 layer: plan its casts, create buffers, quantize weights.
 
-        What an earlier configuration did to Parameters and buffers is undone first. Weights are
-        quantized under `Float8Weights.ONLY`: now or, if not `finish`, by `_float8_finish()` later.
+        Before, it deletes old buffers, and dequantizes weights in float8 only. `Float8Weights.ONLY`
+        quantizes weights: now or, if not `finish`, in a later call of `_float8_finish()`.
         """
         plan = self._float8_make_plan(config)  # first, since this may raise
         self._float8_drop_state()
@@ -83,7 +83,7 @@ class PlainFloat8Module(nn.Module):
         """Do nothing here; a mixin replaces weights by float8 ones under `Float8Weights.ONLY`."""
 
     def _float8_drop_state(self) -> None:
-        """Do nothing here; mixins undo what `_float8_set_up` did to Parameters and buffers."""
+        """Do nothing here; mixins delete buffers, and dequantize weights that have no master."""
 
     @classmethod
     def _float8_buffer_names(cls, config: Float8LinearConfig) -> set[str]:
@@ -122,7 +122,7 @@ class PlainFloat8Module(nn.Module):
         self._float8_attached = max(self._float8_attached - 1, 0)
 
     def _float8_loadable(self, old: Any, values: Any, assign: bool) -> Any:
-        """Return `values` to load for Parameter `old`, dequantized; `assign` is for mixins only."""
+        """Return `values` to load for `old`, dequantized if in float8; `assign` is for mixins."""
         return dequantise(values) if isinstance(values, Float8Tensor) else values
 
     def _float8_words(self) -> list[str]:
@@ -170,4 +170,4 @@ class PlainFloat8Module(nn.Module):
 
 
 class Float8Module(HoldsWeights, OnlyWeights, PlainFloat8Module):
-    """Base class of all float8 linear layers and experts; supports all modes of `Float8Weights`."""
+    """Base class of all float8 linear layers and experts, with mixins for `Float8Weights`."""

@@ -31,24 +31,25 @@ def linear(
     *,
     config: ConfigOrRecipe | None = None,
 ) -> Tensor:
-    """Compute `input @ weight.T + bias` with float8 GEMMs in forward and backward.
+    """Compute `input @ weight.T + bias` with the float8 GEMMs of `config`, forward and backward.
 
     Args:
-        input: [..., K] float32, bfloat16 or float16; under autocast, converted to its dtype.
-        weight: [N, K]; has the dtype of `input` unless under autocast. May be a `Float8Tensor`.
+        input: [..., K] float32, bfloat16 or float16, under autocast converted to its dtype; or a
+            `Float8Tensor`, cast as `config` says.
+        weight: [N, K]; has the dtype of `input` unless under autocast; or such a `Float8Tensor`.
         bias: [N] or None.
         config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
             scaling. Delayed scaling, which keeps state, needs a `Float8Linear` instead.
 
     Returns:
-        [..., N], in the dtype of `input`, or of autocast if it is enabled.
+        [..., N], in the dtype of `input`, or of autocast if that converts it.
 
     Raises:
         TypeError: the dtypes of `input` and `weight` differ without autocast or are not supported;
             `input` or `weight` is a DTensor; or `config` is neither a configuration nor a name.
-        ValueError: a shape is not as above, or `config` has delayed scaling.
+        ValueError: a shape or `Float8Tensor` is not as above; no such recipe; or delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
-            in a transform of torch.func, such as `grad` or `vmap`.
+            in a transform of torch.func, such as `grad` or `vmap`, or in ONNX export.
     """
     config = as_config(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
@@ -77,8 +78,8 @@ def apply_linear(
     """Compute `input @ weight.T + bias` with the casts and GEMMs of `plan`, after argument checks.
 
     Returns [..., N], or [M, N] if `products` is given, which may gather rows from other ranks or
-    scatter them. Raises a `TypeError` for unfit dtypes and DTensors, a `ValueError` for a wrong
-    shape, a `RuntimeError` in torch.func or without a float8 GEMM on the device.
+    scatter them. Raises the errors of `linear` for tensors, and a `RuntimeError` for a compiled
+    forward with delayed scaling of grad_output within compiled autograd.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -134,9 +135,9 @@ def apply_linear(
 def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
     """Return `input`, converted to the dtype of autocast if that is enabled, after checks.
 
-    A `Float8Tensor` is returned as it is, of any dtype. Raises a `TypeError` if another `input` and
-    `weight` differ in dtype without autocast, or one is not float32, bfloat16 or float16; and a
-    `ValueError` if the last dim of `input` is not that of `weight`. Both may be DTensors.
+    A `Float8Tensor` is returned as it is. Raises a `TypeError` if a dtype is not float32, bfloat16
+    or float16, or if, without autocast, `weight` has another than an `input` not in float8; and a
+    `ValueError` if their last dims differ. Both may be DTensors.
     """
     autocast = autocast_dtype(input.device)
     dtypes_fit = autocast is not None or input.dtype == weight.dtype  # autocast converts `input`
@@ -160,7 +161,7 @@ def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of GEMMs under autocast on `device`, or None if autocast is off."""
+    """Return the dtype of GEMMs under autocast on `device`; None if it is off, or on meta."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # "meta" has none
         return None
     return torch.get_autocast_dtype(device.type)
@@ -169,7 +170,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -> Operand:
     """Return data and scale of `x`, already in float8, for a layer that would cast it by `cast`.
 
-    `cast.source`, of delayed scaling, records the amax in `x`. Raises a `ValueError`, in which
+    `cast.source`, of delayed scaling, records `x._amax`, if any. Raises a `ValueError`, in which
     `role` ("input" or "weight") names `x`, if `x` is transposed, or differs from `cast` in format
     or granularity; or if `other_gemm` is not None: the name of a GEMM of the layer that needs
     another cast of the tensor, which cannot be made from float8.
@@ -189,14 +190,14 @@ def operand_of(role: str, x: Float8Tensor, cast: Cast, other_gemm: str | None) -
 
 
 class Call(NamedTuple):
-    """Settings of one call of the autograd function `Linear`: casts, GEMMs, gradients it needs."""
+    """Settings of one call of the autograd function `Linear`: casts, GEMMs, gradients needed."""
 
     plan: LinearPlan
     casts: Casts
     products: Any  # `Dense`, or a class with the same attributes, which quantizes and multiplies
     weight_class: Any  # multiplies by the weight: `OnTheFly`, or another class like `Weight`
-    in_features: int
-    weight_dtype: torch.dtype
+    in_features: int  # K
+    weight_dtype: torch.dtype  # of grad_weight
     need_grad_input: bool
     need_grad_weight: bool
 
@@ -208,8 +209,7 @@ class Linear(torch.autograd.Function):
     grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
-    Row data (row) are a float8 cast in the layout of the tensor; column data (col) are a transposed
-    copy. The argument `settings` of forward has precision, casts, and functions that multiply.
+    Row data (row) are a float8 cast in the layout of the tensor, column data (col) transposed.
     """
 
     @staticmethod
@@ -291,7 +291,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `input` and `weight`, and None for other arguments of forward."""
+        """Return the gradients of `input` and `weight`, or None; and None for other arguments."""
         compiling = torch.compiler.is_compiling()
         if not compiling and functorch_levels is not None and functorch_levels() is not None:
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")

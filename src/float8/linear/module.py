@@ -28,9 +28,9 @@ class _Config:
 class Float8Linear(StatefulLayer, nn.Linear):
     """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
 
-    The weight [N, K] is a high-precision `Parameter`, or in float8 only under `Float8Weights.ONLY`.
-    Use `from_float` to convert one `nn.Linear`, `convert_to_float8_training` for a model. The state
-    of delayed scaling (buffers `fp8_amax_*`, `fp8_amax_history_*`, `fp8_scale_*`) stays float32.
+    Takes the arguments of `nn.Linear`, and a `config` as `from_float`, which converts one layer;
+    `convert_to_float8_training` converts a model. The weight [N, K] is in high precision unless
+    under `Float8Weights.ONLY`. Delayed scaling adds buffers `fp8_*`, which always stay float32.
     """
 
     config: Any = _Config()
@@ -60,21 +60,21 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
         `mod` stays unchanged. Hooks, Parameters and buffers that are registered or removed later in
-        one layer do not affect the other: `handle.remove()` removes a hook from one of them only.
+        one layer do not affect the other: handles from before remove a hook from `mod` only.
         `enable_fsdp_float8_all_gather` takes effect in `convert_to_float8_training` only.
 
         Args:
-            mod: the layer to convert. The new layer shares its Parameters, and is an instance of
-                its class, too. If `mod` is a `Float8Linear`, delayed scaling starts anew.
+            mod: the layer to convert. The new layer shares its Parameters except those in float8
+                only, not its state of delayed scaling, and is an instance of its class, too.
             config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
                 scaling.
             linear_classes: subclasses of `nn.Linear` that override forward, but compute the same,
                 so that the forward of `Float8Linear` may replace theirs.
 
         Raises:
-            TypeError: `mod` is not an `nn.Linear`, has a forward that may compute something else,
-                or its weight is not float32, bfloat16 or float16.
-            ValueError: `mod` cannot be converted with `config`; the message says why.
+            TypeError: `mod` is no `nn.Linear`, may compute something else, or `fully_shard` has it;
+                its weight is not float32, bfloat16 or float16; or `config` is of a wrong type.
+            ValueError: no recipe has that name, or `mod` cannot have `config`; the text says why.
         """
         config = as_config(config)
         require_supported(mod, config, linear_classes)
@@ -105,18 +105,18 @@ class Float8Linear(StatefulLayer, nn.Linear):
         """Compute `input @ weight.T + bias`.
 
         Args:
-            input: [..., K] float32, bfloat16 or float16; under autocast, converted to its dtype.
+            input: [..., K] float32, bfloat16 or float16; autocast converts all but `Float8Tensor`s.
 
         Returns:
-            [..., N], in the dtype of `input`, or of autocast if it is enabled.
+            [..., N], in the dtype of `input`, or of autocast if that converts it.
 
         Raises:
-            TypeError: the dtypes of `input` and the weight differ without autocast or are not
-                supported, or `input` is not a dense tensor.
-            ValueError: the last dim of `input` is not `in_features`.
-            RuntimeError: delayed scaling lacks a call of `sync_float8_amax_and_scale_history`; a
-                weight that exists only in float8 requires grad; the device lacks a float8 GEMM; or
-                the call is in ONNX export, torch.func or, under delayed scaling, torch.jit.trace.
+            TypeError: dtypes of `input` and weight differ without autocast or are not supported;
+                `input` is not dense; or only one of `input` and weight is a DTensor.
+            ValueError: the shape, placement or float8 cast of `input` does not match the layer.
+            RuntimeError: a missing sync of delayed scaling was detected; a weight that exists only
+                in float8 requires grad; the device lacks a float8 GEMM; or the call is in ONNX
+                export, torch.func or, with gradients of delayed scaling, torch.jit.trace.
         """
         if getattr(input, "layout", None) is not torch.strided or input.is_nested:  # or no Tensor
             layout = f" of layout {input.layout}" if isinstance(input, Tensor) else ""
@@ -143,7 +143,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
         return output
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; raise a `TypeError` for a tensor subclass of torchao."""
+        """Register a Parameter; in eager mode, raise a `TypeError` for a class of torchao."""
         compiling = torch.compiler.is_compiling()  # no graph breaks: FSDP1 registers views
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
@@ -168,7 +168,7 @@ class Float8Linear(StatefulLayer, nn.Linear):
 def unsupported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> str | None:
-    """Return why `mod`, converted or not, cannot run in float8 with `config`, or None if it can.
+    """Return why `mod`, an `nn.Linear`, cannot run in float8 with `config`, or None if it can.
 
     `linear_classes`: subclasses of `nn.Linear` that override its forward, but compute the same.
     """

@@ -33,8 +33,7 @@ class Casts(NamedTuple):
 class LinearPlan(NamedTuple):
     """The six casts and three GEMMs of a layer; a GEMM that is None runs in high precision."""
 
-    casts: Casts
-    """The casts, to which a call may add stored scales and reductions of amaxes over ranks."""
+    casts: Casts  # a call may add stored scales, and reductions of amaxes over ranks
     reuse_input: bool  # one cast of the input serves output and grad_weight
     reuse_weight: bool  # one cast of the weight serves output and grad_input
     reuse_grad_output: bool  # one cast of grad_output serves grad_input and grad_weight
@@ -42,9 +41,10 @@ class LinearPlan(NamedTuple):
     grad_input: Gemm | None
     grad_weight: Gemm | None
     input_rows_suffice: bool
-    """Whether row data of the input, cast for output, give exact column data for grad_weight."""
+    """Whether output and grad_weight share a float8 cast of the input by one scale, or by powers of
+    two per row, so that its row data serve both: column data can be made from them."""
     grad_output_rows_suffice: bool
-    """Whether row data of grad_output, cast for grad_input, give exact ones for grad_weight."""
+    """Whether grad_input and grad_weight share such a cast of grad_output; row data serve both."""
 
 
 Planner = Callable[[Float8LinearConfig], LinearPlan]
@@ -69,7 +69,7 @@ def resolve_plan(
 ) -> LinearPlan:
     """Return the casts and GEMMs of a layer with `config`, and which casts serve two GEMMs.
 
-    `casts` has its six casts, `fast_accum` the flag of "output", "grad_input" and "grad_weight".
+    `casts` are its six casts, `fast_accum` the flags of "output", "grad_input" and "grad_weight".
     """
 
     def gemm(name: str) -> Gemm | None:
@@ -85,7 +85,7 @@ def resolve_plan(
         return Gemm(fast_accum[name], config.emulate, powers_of_2, granularities)
 
     def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
-        """Return whether no GEMM is None and column data made from rows of `cast` are exact."""
+        """Return whether `gemms` are in float8, and row data of `cast` can become column data."""
         granularity = cast.config.scaling_granularity
         to_col_is_exact = granularity.one_scale or (granularity.by_rows and cast.config.power_of_2)
         return to_col_is_exact and None not in gemms  # a GEMM in high precision is None

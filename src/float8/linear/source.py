@@ -18,7 +18,7 @@ from float8.linear.base import Float8Module, our_names
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
 REFUSALS: list[Callable[[Any, Float8LinearConfig], TypeError | ValueError | None]] = []
-"""Functions of (layer, config) that return an error or None; filled by `float8.wings`."""
+"""Functions that return an error if `layer` cannot get `config`, or None; see `float8.wings`."""
 _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
@@ -65,7 +65,7 @@ ABOUT_FORWARD = "convert before accelerate, or whoever else gives it one; load w
 def problem(
     mod: Any, base: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    """Return an error if `mod` cannot be converted to the float8 class `base`, else None.
+    """Return an error if `mod` cannot be converted to the class `base` with `config`, or None.
 
     `linear_classes`: subclasses of `nn.Linear` that override its forward, but compute the same.
     """
@@ -117,7 +117,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
 
 
 def not_in_high_precision(weight: Any) -> str | None:
-    """Return None for a weight in float32, bfloat16 or float16, else what it is, for errors."""
+    """Return what `weight` is if it is quantised, or not float32, bfloat16 or float16; or None."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
         return f"weight of class {cls.__name__}, which is quantised, expected one in high precision"
@@ -161,8 +161,8 @@ def class_of(base: Any, source: Any) -> Any:
     """Return the class that layers of class `source` get when converted to the float8 class `base`.
 
     For `nn.Linear` this is `base`, for its subclasses a class that inherits from `base` and
-    `source`. Its forward is that of `base`; other methods of `base` also call those of `source`, by
-    `super`. Layers can be pickled if those of `source` can. The constructor takes the arguments of
+    `source`. Its forward is that of `base`; methods of `base` that call `super` reach those of
+    `source`. Layers can be pickled if those of `source` can. The constructor takes the arguments of
     `source` and a `config`; if `source` takes a `config` itself, new layers have dynamic tensorwise
     scaling.
     """

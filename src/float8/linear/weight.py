@@ -22,21 +22,21 @@ Fields = tuple[Any, ...]
 class Weight(Protocol):
     """Protocol of classes that multiply by a weight, [N, K] or for experts [E, N, K], in two GEMMs.
 
-    They are NamedTuples of tensors or None. Forward calls `output`, and passes the fields that it
-    returns to `save_for_backward`, since a tensor on `ctx` would live as long as the loss. Backward
-    makes an instance of these fields, and calls `grad_input`. `settings` has the casts and GEMMs of
-    the layer; `expert_ends` is (), or for experts one tensor: the ends of the rows of each.
+    They are NamedTuples of tensors or None. Forward calls `output`, and saves the fields that it
+    returns by `save_for_backward`: tensors on `ctx` would live as long as the loss. Backward makes
+    an instance of them, and calls `grad_input` if that GEMM is in float8. `settings` has casts and
+    GEMMs; `expert_ends` is (), or for experts one tensor: the ends of the rows of each.
     """
 
     def output(
         self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
     ) -> tuple[Tensor, Fields]:
-        """Return `a @ weight.T`, `shape` is [M, N], and fields of an instance for backward."""
+        """Return `a @ weight.T` of `shape` (M, N), and the fields of an instance for backward."""
 
     def grad_input(
         self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
     ) -> Tensor:
-        """Return `g @ weight`, `shape` is [M, K]; `g` is grad_output in float8."""
+        """Return `g @ weight` of `shape` (M, K); `g` is grad_output in float8."""
 
 
 class OnTheFly(NamedTuple):
@@ -44,12 +44,12 @@ class OnTheFly(NamedTuple):
 
     values: Tensor | Any = None
     scale: Tensor | None = None
-    """The scale of forward if backward quantizes under the same scale, else None."""
+    """In backward, the scale of forward if backward quantizes under the same one; else None."""
 
     def output(
         self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
     ) -> tuple[Tensor, Fields]:
-        """Quantize the weight; return `a @ weight.T`, and (weight, its scale or None)."""
+        """Quantize the weight; return `a @ weight.T`, and (weight, scale for backward or None)."""
         cast, plan, products = settings.casts.weight, settings.plan, settings.products
         traced = cast.source is not None  # record the amax outside the cast; see `quantize`
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
@@ -64,8 +64,8 @@ class OnTheFly(NamedTuple):
     ) -> Any:
         """Quantize the weight to column data (the transposed copy), and return `g @ weight`.
 
-        The cast depends on `g.scale`, so that a compiler cannot move the cast into forward, where
-        column data (under FSDP2: of all gathered weights) would take memory until backward.
+        The cast, unless a delayed one, waits for `g.scale`: a compiler must not move it into
+        forward, where column data (of all weights under FSDP2) would take memory until backward.
         """
         cast, products = settings.casts.weight_for_grad_input, settings.products
         gemm = settings.plan.grad_input
@@ -92,7 +92,7 @@ class InFloat8(NamedTuple):
     def grad_input(
         self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
     ) -> Any:
-        """Transpose the data to column data (the transposed copy), and return `g @ weight`."""
+        """Convert the data to column data (the transposed copy), and return `g @ weight`."""
         products, gemm = settings.products, settings.plan.grad_input
         b = products.transposed(
             Operand(*self), settings.casts.weight_for_grad_input.config, g.scale

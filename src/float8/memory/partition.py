@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from float8 import scales
 
 RUN = 128
-"""Elements per scale if this number divides the last dim; else each row has one scale."""
+"""Elements per scale if this number surely divides the last dim; else each row has one scale."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ACTIVATION_OPS = {"silu", "silu_backward", "gelu", "gelu_backward"}
@@ -35,7 +35,7 @@ _USES = {
     " float8::matmul float8::scaled_mm",
 }
 _USE_OF_OP = {name: use for use, names in _USES.items() for name in names.split()}
-"""The use of each op by its name, with the namespace unless that is aten."""
+"""The use of each op by its name, with the namespace unless that is aten or prims."""
 
 _PATTERNS = {
     "value": {"copy": "value", "factor": "value", "cast": "value", "step of cast": "value",
@@ -61,7 +61,7 @@ the uses by other nodes and the kind of each user; kind "any" may be used in any
 
 @dataclass(frozen=True)
 class Float8Partitioner(CustomPartitionerFn):
-    """Partitioner for Inductor that saves activations of at least `min_bytes` as float8 `dtype`.
+    """Inductor partitioner that saves some activations of >= `min_bytes` bytes as float8 `dtype`.
 
     `float8.activations_in_float8` puts an instance into options of `torch.compile`.
     """
@@ -78,9 +78,9 @@ class Float8Partitioner(CustomPartitionerFn):
     ) -> tuple[GraphModule, GraphModule]:
         """Split joint graph `gm` into forward and backward, and save some activations in float8.
 
-        Inductor passes arguments for `min_cut_rematerialization_partition`, which chooses what to
-        save. Of that, float16 and bfloat16 activations of at least `min_bytes` are cast to float8
-        if backward only multiplies by them or functions of them, and freeing them frees memory.
+        `min_cut_rematerialization_partition`, called with the same arguments, chooses what to save.
+        Of that, 16-bit activations of >= `min_bytes`, >= 2 dims and >= 32 columns are cast if their
+        uses in backward pass `_may_be_rounded`, and no result or tensor kept as is shares storage.
         """
         _mark_sums_as_must_save(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -189,7 +189,7 @@ def _activations(
 
 
 def _mark_sums_as_must_save(graph: Graph) -> None:
-    """Have the partitioner save sums that RMSNorm or activation functions read, not their terms."""
+    """Have the partitioner save 16-bit sums that RMSNorm or activations read, not their terms."""
     # Terms might be rounded, and rounded terms may cancel each other.
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_activation_function(node):
@@ -269,7 +269,7 @@ def _name(node: Node) -> str:
 
 
 def _graft(graph: Graph, function: Callable[..., Any], nodes: list[Node]) -> list[Any]:
-    """Trace `function` on `nodes`, insert its ops into `graph`; return the nodes of its results."""
+    """Insert ops of `function(*nodes)`, which returns a tuple, in `graph`; return result nodes."""
     values = [node.meta["val"] for node in nodes]
     with values[0].fake_mode:
         traced = make_fx(lambda *args: function(*args), select_decomp_table())(*values)

@@ -21,15 +21,15 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
     these: the GEMM that computes the gradient of a Parameter, the derivative of SiLU or GELU (of
     `torch.nn.functional`, gated or not) at a linear layer's output, or that of RMSNorm. Activations
     of attention, softmax, losses, LayerNorm, other gates and comparisons keep their dtype. So do
-    tensors in inner graphs (`nested_compile_region`), and tensors that stay in memory anyway:
-    outputs, Parameters, inputs without gradients, and views of these.
+    tensors with one dim or a last dim below 32, those in inner graphs (`nested_compile_region`),
+    and those in memory anyway: outputs, Parameters, inputs without gradients, views of these.
 
-    Each 128 elements along the last dim share a float32 scale, a power of two; if the size of the
-    last dim is not a multiple of 128, each row has one scale. Backward dequantizes to the original
+    Each 128 elements along the last dim share a float32 scale, a power of two; unless that dim is
+    known to be a multiple of 128, each row has one scale. Backward dequantizes to the original
     dtype. An infinite or NaN element turns all elements with the same scale into NaN.
 
     Args:
-        min_mib: the size in MiB below which no tensor is rounded; symbolic sizes count by hint.
+        min_mib: size in MiB below which no tensor is rounded; dynamic sizes count by hint, if any.
         dtype: `torch.float8_e4m3fn`, or `torch.float8_e5m2` with one mantissa bit less.
 
     Returns:
@@ -56,7 +56,7 @@ def activations_in_float8(*, min_mib: float = 1.0, dtype: torch.dtype = E4M3) ->
 
 
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the outputs of float8 GEMMs, and recompute everything else in backward.
+    """Save outputs of float8 GEMMs, recompute all else: a policy of selective checkpointing.
 
     Pass this function to `torch.utils.checkpoint.create_selective_checkpoint_contexts`, in eager
     mode or under `torch.compile`:
@@ -65,9 +65,9 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
         y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     Saved are layer outputs [tokens, out_features] in the compute dtype; in compiled code only those
-    that backward reads. Recomputing the GEMMs would take most of the time. Casts, norms, activation
-    functions and attention are recomputed, as are GEMMs in high precision, and emulated ones, but
-    not those of experts, nor in compiled code those under `Float8Weights.HELD`. Ignores `ctx` and
-    `args`. Returns `MUST_SAVE` if the `OpOverload` `op` is a float8 GEMM, else `PREFER_RECOMPUTE`.
+    that backward reads. Casts, norms, activation functions, attention and GEMMs in high precision
+    are recomputed. So are emulated GEMMs (`emulate=True`, or on CPUs scales finer than one per
+    tensor), except of experts and, in compiled code, of `HELD` weights or some padded or dynamic
+    sizes. Looks at `op` only: returns `MUST_SAVE` for a float8 GEMM, else `PREFER_RECOMPUTE`.
     """
     return CheckpointPolicy.MUST_SAVE if op in GEMM_OPS else CheckpointPolicy.PREFER_RECOMPUTE

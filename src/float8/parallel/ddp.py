@@ -21,9 +21,9 @@ class DataParallel(Feature):
 def tell_ddp_what_to_ignore(module: nn.Module) -> None:
     """Have DDP neither broadcast nor reduce amax buffers, and weights that exist in float8 only.
 
-    Sets the attribute that DDP reads on `module` and its submodules, any of which DDP may wrap. DDP
-    would otherwise overwrite all amaxes by rank 0's in each forward. It broadcasts other tensors,
-    so that only rank 0 needs to load them; weights in float8 only must be loaded on each rank.
+    Sets an attribute that DDP reads when it wraps `module` or a submodule. By default DDP would
+    overwrite amaxes by rank 0's in forwards. It broadcasts other tensors when it wraps, so that
+    only rank 0 needs to load them; weights in float8 only must be loaded on each rank.
     """
     for root in module.modules():
         names = [

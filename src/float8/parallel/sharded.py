@@ -1,7 +1,7 @@
 """Compute tensor-parallel layers on DTensors; casts and GEMMs run on local tensors.
 
 One scale per tensor comes from the amax over all ranks; finer scales come from the local tensor.
-Each layer casts its high-precision weight separately, in each forward and backward.
+High-precision weights are cast in each forward and backward: `Float8Weights.HELD` keeps no casts.
 """
 
 import math
@@ -29,22 +29,22 @@ from float8.tensor.ranks import (
 
 
 class Shards(NamedTuple):
-    """Computes tensor-parallel linear layers; fields: whether to gather input, scatter output."""
+    """Computes layers with DTensor weights; fields: whether to gather input, scatter output."""
 
     gathers_input: bool = False  # all-gather the input's tokens; ignored if the weight is Shard(1)
     tokens_dim: int | None = None  # reduce-scatter the output along it if the weight is Shard(1)
 
     def linear(self, input: Any, weight: Any, bias: Any, plan: LinearPlan, casts: Casts) -> Any:
-        """Return `input @ weight.T + bias`, with float8 GEMMs, of DTensors on a 1-D mesh.
+        """Return `input @ weight.T + bias` of DTensors on a 1-D mesh, by the GEMMs of `plan`.
 
             weight Shard(0), bias Shard(0): input Replicate -> output Shard(-1)
             weight Shard(1), bias Replicate: input Shard(-1) -> output Partial
                 or, if `self.tokens_dim` is not None, output Shard(self.tokens_dim)
 
         With `self.gathers_input`, the input for a weight Shard(0) may have any placement. It is
-        all-gathered: in float8 if all its GEMMs can use float8 rows (`plan.input_rows_suffice`).
-        An input in float8 is not cast again. `plan` has the layer's six casts, and settings of its
-        GEMMs; `casts`, from `self.casts`, has them with amaxes reduced over ranks.
+        gathered in float8 if `plan.input_rows_suffice`, it is not Partial, and no row with its own
+        scale is cut. An input in float8 is not cast again. `casts`, from `self.casts`, are those of
+        `plan`, but reduce amaxes. Plain inputs raise `TypeError`, other placements `ValueError`.
         """
         if not hasattr(input, "placements"):
             got = f"got an input of type {type(input).__name__} for a weight that is a DTensor"
@@ -64,7 +64,7 @@ class Shards(NamedTuple):
         return _row_parallel(input, weight, bias, self.tokens_dim, plan, casts)
 
     def casts(self, layer: Any, mesh: Any) -> Casts:
-        """Return the six casts of one call of `layer`, with amaxes all-reduced over 1-D `mesh`."""
+        """Return casts for a call of `layer`; those with one scale reduce amaxes over `mesh`."""
         casts: Casts = layer._float8_plan.casts
         if mesh.size() > 1:
             reduce, reduced = amax_over([mesh.get_group(0)]), {}
@@ -85,14 +85,14 @@ class Shards(NamedTuple):
 
 
 def sums_over_ranks(weight: Any) -> bool:
-    """Return whether `weight` [N, K] is a DTensor sharded along K, so that outputs are partial."""
+    """Return whether DTensor `weight` [N, K] shards K over its last mesh dim; False if plain."""
     placements: Any = getattr(weight, "placements", None)
     return placements is not None and placements[-1].is_shard(1)
 
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """Casts and GEMMs of a layer that all-gathers the rows of its input in float8."""
+    """Has casts and GEMMs of a layer, as `Dense` does; `tokens` all-gathers its input in float8."""
 
     tokens: SharedTokens
 
@@ -102,9 +102,9 @@ class GathersInput(Dense):
     def quantize_rows(
         self, x: Tensor, cast: Cast, *, row: bool, col: bool, traced: bool
     ) -> Quantized:
-        """Quantize `x` [M / ranks, K], and return row data [M, K], all-gathered over ranks.
+        """Quantize `x` [M / ranks, K]; return row data [M, K] of all ranks, K padded for GEMMs.
 
-        `row`, `col` are not used. `traced`: let a compiler fuse the cast with the producer of `x`.
+        `row`, `col` are not used. `traced`: let a compiler fuse at least the amax with earlier ops.
         """
         return Quantized(self.tokens.gathered(x, cast, traced))
 
@@ -119,12 +119,12 @@ class GathersInput(Dense):
 
 @dataclass(frozen=True)
 class ScattersOutput(Dense):
-    """Casts and GEMMs of a layer that reduce-scatters the rows of its output."""
+    """Has casts and GEMMs of a layer, as `Dense` does; `tokens` reduce-scatters its output."""
 
     tokens: SharedTokens
 
     def quantize_grad(self, g: Tensor, cast: Cast, *, row: bool, col: bool) -> Quantized:
-        """Quantize `g` [M / ranks, N]; gather [M, N], even if not `row`; `col` adds a transpose."""
+        """Quantize `g`; return row data [M, N] of all ranks and, if `col`, column data [N, M]."""
         row_data = self.tokens.gathered(g, cast)
         return Quantized(row_data, to_col(row_data, cast.config) if col else None)
 
@@ -259,7 +259,7 @@ def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise `ValueError` unless each rank gets a row (`dim` 0), or equal columns (`dim` 1)."""
+    """Raise `ValueError` unless each rank gets rows of a weight (`dim` 0), or equal columns (1)."""
     if shape[dim] % ranks and (dim == 1 or not every_rank_gets_some(shape[dim], ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"
         got = f"got a weight of shape {tuple(shape)}, to be sharded along dim {dim} over {ranks}"

@@ -22,8 +22,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`; quantizes a sharded input, then all-gathers it.
 
     Takes the arguments of `ColwiseParallel`. Under recipes other than `tensorwise`, `delayed` and
-    `rowwise`, gathers in high precision, since the GEMM of grad_weight cannot use float8 rows. An
-    input that `PrepareFloat8ModuleInput` has quantized is not quantized again.
+    `rowwise`, gathers in high precision, since the GEMM of grad_weight cannot use float8 rows; also
+    under `rowwise` if features are sharded. Does not quantize an input in float8 again.
     """
 
     @staticmethod
@@ -48,7 +48,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     """`RowwiseParallel` for a `Float8Linear`; backward quantizes grad_output, then all-gathers it.
 
     Takes the arguments of `RowwiseParallel`. grad_output is gathered only if `output_layouts` is a
-    `Shard` of tokens; in high precision unless the recipe is `tensorwise`, `delayed` or `rowwise`.
+    `Shard` of tokens: in float8 if ranks divide these, under `tensorwise`, `delayed`, `rowwise`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -61,9 +61,10 @@ class Float8RowwiseParallel(RowwiseParallel):
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """`PrepareModuleInput` that casts inputs to float8, once for all layers, and redistributes.
 
+    Does not cast what `Float8ColwiseParallel` gathers in high precision, or no layer reads whole.
+
     Args:
-        **layouts: the arguments of `PrepareModuleInput`: `input_layouts`, `desired_input_layouts`,
-            `input_kwarg_layouts`, `desired_input_kwarg_layouts`, `use_local_output`.
+        **layouts: the arguments of `PrepareModuleInput`, such as `input_layouts`.
         float8_dtype: raise `ValueError` if layers cast inputs to another dtype; None: do not check.
         fwd_config_submodule_fqn: name, within the module, of the `Float8Linear` whose cast of the
             input is used. None: all in the module must cast their input in the same way.
@@ -104,13 +105,12 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             args, kwargs = self._prepare_input_kwarg_fn(args, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             return (own_forward or type(module).forward)(module, *args, **kwargs)
 
-        # Not a hook: torch compiles hooks separately, and compiled code cannot return a
-        # `Float8Tensor` that requires grad.
+        # Not a hook, compiled apart: graphs cannot return a `Float8Tensor` that requires grad.
         module.forward = types.MethodType(forward, module)
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        """Return names of layers in `module` to cast inputs for; raise if none, or casts differ."""
+        """Return names of `Float8Linear`s in `module`; raise if none, or casts or dtypes differ."""
         fqn = self.fwd_config_submodule_fqn
         modules = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in modules.items() if isinstance(x, Float8Linear)}
@@ -133,10 +133,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _quantize(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, placement: Placement | None
 ) -> Any:
-    """Return `input`, with `placement` on `mesh`, as a DTensor in float8 for layers of `module`.
+    """Return `input`, with `placement` on `mesh`, as a DTensor, in float8 if its GEMMs can use it.
 
-    Returns it unchanged if `placement` is None, or if no layer in `names` multiplies whole rows of
-    it: each has another number of `in_features`, or a weight that is sharded along these.
+    Returns it unchanged if `placement` is None, or if no float8 layer in `names`, of `module`,
+    reads whole rows of it: each has other `in_features`, or a weight sharded along these.
     """
     shape = getattr(input, "shape", ())
     if placement is None or not shape:  # not to be placed, or no tensor with dims

@@ -32,28 +32,28 @@ _REMEDY = (  # ends the errors of ops that are not defined on float8 data
 class Float8Tensor(Wrapper):
     """A tensor stored as float8 data and a scale, which reports its original dtype.
 
-    The values are `data.to(float32) * scale`. A `Float8Tensor` carries data and scale as one tensor
-    through autograd, FSDP and DTensor to the GEMMs of float8 layers, which read them. Products
-    outside of such layers (`@`, `bmm`, `einsum`, `F.linear`) dequantize first, and warn. Ops that
-    are not defined on float8 data raise an error that names `.to_original_precision()`.
+    The values are `data.to(float32) * scale`. Data and scale pass as one tensor through autograd,
+    FSDP and DTensor to GEMMs of float8 layers. Other products (`@`, `bmm`, `einsum`, `F.linear`)
+    dequantize and warn. Ops not defined on float8 raise errors that name a remedy, such as
+    `.to_original_precision()`.
 
     Args:
-        data: float8. With one scale for all elements, any shape and strides; else [..., R, C],
-            contiguous or with the last two dims transposed.
-        scale: float32, with one element under `ScalingGranularity.TENSORWISE`, [..., R, 1] under
-            `AXISWISE`, [..., ceil(R / h), ceil(C / w)] under `BLOCK_{h}x{w}` (if h > 1, the
-            last dim is padded to a multiple of 4). Transposed if `data` is, as to [..., 1, C].
+        data: e4m3fn or e5m2. With one scale for all elements, any shape and strides; else
+            [..., R, C], contiguous or with the last two dims transposed.
+        scale: float32, with one element under `ScalingGranularity.TENSORWISE`, [..., R, 1] (or by
+            columns [..., 1, C]) under `AXISWISE`, [..., ceil(R / h), ceil(C / w)] under
+            `BLOCK_{h}x{w}` (if h > 1, last dim padded to a multiple of 4; transposed if `data` is).
         orig_dtype: the dtype that the tensor reports: float32, bfloat16 or float16.
-        granularity: which elements share one scale. Any tensor can be copied, dequantized and
-            transposed; `AXISWISE` also allows views of whole rows, `TENSORWISE` all views.
+        granularity: which elements share one scale. All allow transposes and copies (of transposed
+            blocks with equal strides), `AXISWISE` whole rows, `TENSORWISE` all but `view(dtype)`.
         amax: the amax before the cast, 0-dim float32, or None. Layers with delayed scaling record
-            it each time they read the tensor in training.
+            it each time they read the tensor with grad mode on.
         requires_grad: if given and `data` is a `Float8Tensor`, return `nn.Parameter(data,
             requires_grad)` and ignore other arguments; accelerate moves weights by such a call.
 
     Raises:
         TypeError: a dtype is not one of those named above, or `scale` is missing.
-        ValueError: the shape of `scale`, or shape or strides of `data`, are not as described above.
+        ValueError: shape or strides are not as above; compiled code does not check finer scales.
     """
 
     _data: Tensor
@@ -137,15 +137,15 @@ class Float8Tensor(Wrapper):
         """Quantize `x` with one scale; the gradient of the result passes to `x` unchanged.
 
         Args:
-            x: float32, bfloat16 or float16, any shape. If `x` is a DTensor, all ranks must call
-                this, and the result is a DTensor of `Float8Tensor`s with one scale for all ranks.
+            x: float32, bfloat16 or float16, any shape, no `Float8Tensor`. If `x` is a DTensor, all
+                ranks must call this, and the result is a DTensor with one scale for all ranks.
             dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
             scale: float32 with one element, or None to compute it from the amax of `x`.
             round_scales_to_power_of_2: round a computed scale up to a power of two.
 
         Raises:
-            TypeError: a dtype is not one of those named above.
-            ValueError: `x` is a DTensor with a `Partial` placement.
+            TypeError: the dtype of `x`, or `dtype`, is not one of those named above.
+            ValueError: `x` is `Partial`, or `scale` not one float32 element on the device of `x`.
         """
         _require_dtype("from_high_precision: got dtype", dtype, FLOAT8_MAX)
         cast_config = CastConfig(target_dtype=dtype, power_of_2=round_scales_to_power_of_2)
@@ -195,20 +195,20 @@ class Float8Tensor(Wrapper):
 
     @property
     def _scaling(self) -> str:
-        """The granularity as text for errors, with a note if dims were permuted since the cast."""
+        """The granularity as text for errors; notes scales by columns and transposed blocks."""
         layout = " by columns" if self._has_column_scales else " transposed"
         return f"{self._granularity}{layout * self._is_transposed}"
 
     @property
     def _is_transposed(self) -> bool:
-        """Whether dims were permuted since the cast; always False if all data share one scale."""
+        """Whether scales are by columns, [..., 1, C], or blocks were permuted since the cast."""
         if not self._granularity.by_blocks:
             return self._has_column_scales
         as_cast = self._scale.shape == self._granularity.scales(tuple(self.shape))
         return not (as_cast and self._data.is_contiguous())
 
     def _contiguous_order(self) -> tuple[int, ...] | None:
-        """Return the order of dims in which data are contiguous and fit the scales, else None."""
+        """Return the order of dims in which data are contiguous, scales as from a cast; or None."""
         if self.dim() < 2:
             return None
         for order in itertools.permutations(range(self.dim())):
@@ -223,7 +223,7 @@ class Float8Tensor(Wrapper):
     ) -> Any:
         """Run the op `func` by its handler in this module, by decomposition, or as a view.
 
-        Decomposed ops are dispatched here again. All other ops raise a `NotImplementedError`.
+        Parts of decomposed ops are dispatched here. An op with none raises `NotImplementedError`.
         """
         kwargs = kwargs or {}
         if handler := _HANDLERS.get(func.name()):
@@ -245,10 +245,10 @@ def _require_dtype(got: str, dtype: Any, allowed: Iterable[torch.dtype]) -> None
 
 
 def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
-    """Quantize `x`, of any shape, with one scale or one per row; gradients pass to `x` unchanged.
+    """Quantize `x` with one scale or, if >= 2-D, one per row; gradients pass to `x` unchanged.
 
-    `cast` has the format, the granularity and where the scale comes from. If that is `cast.source`
-    (delayed scaling), the result keeps the amax of `x`: layers that read it record the amax.
+    `cast` has the format, the granularity (not blocks) and the origin of scales. If that is
+    `cast.source` (delayed scaling), layers that read the result record the amax of `x`.
     """
     granularity, amax = cast.config.scaling_granularity, None
     if cast.source is not None:
@@ -289,7 +289,7 @@ def dequantise(x: Float8Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a view op or zero padding, `func`, on data and scales; return new `Float8Tensor`(s)."""
+    """Return `Float8Tensor`(s) viewed or padded by `func`; to expand finer scales, dequantize."""
     x, *rest = args
     expands = func is aten.expand.default and [*x.shape] != [*rest[0]]  # rest[0]: the new shape
     if expands and not x._granularity.one_scale:  # `torch.matmul` expands before `bmm`
@@ -308,7 +308,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _scales_of_views(func: Any, x: Float8Tensor, views: list[Tensor], args: Any) -> list[Tensor]:
-    """Return scales for `views = func(x._data, *args)`; raise if it cuts what one scale covers."""
+    """Return scales for `views = func(x._data, *args)`; raise if none fit, as for cut blocks."""
     if x._granularity.one_scale:
         return [x._scale] * len(views)
     op, scales = func.overloadpacket, list[Tensor]()
@@ -359,7 +359,7 @@ def _refusal(op: Any, x: Float8Tensor, wanted: str) -> ValueError:
 
 
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a copy or `empty_like` on data, scale, amax; to another dtype, on dequantized values."""
+    """Copy (or run `empty_like` on) data, scale, amax; in another dtype, return a plain tensor."""
     (x,) = args
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
@@ -376,7 +376,7 @@ def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None
     """Raise `ValueError`, which begins with `op`, unless `tensors` are `Float8Tensor`s of one kind.
 
     Tensors of one kind have the same float8 dtype, granularity, and original dtype (unless `op` is
-    "copy_"); all or none have dims permuted since the cast, and all or none have an amax. If
+    "copy_"); all or none are transposed (`_is_transposed`), and all or none have an amax. If
     `same_scale`, they also have equal scales.
     """
 
@@ -400,7 +400,7 @@ def _require_same_kind(op: str, *tensors: Any, same_scale: bool = False) -> None
 
 
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Concatenate `Float8Tensor`s: data that share one scale, or whole rows with a scale each."""
+    """Concatenate data that share one scale, or whole rows with a scale each; else raise."""
     pieces, *rest = args
     first, dim = pieces[0], rest[0] if rest else 0  # `first` may be in high precision
     joins_rows = getattr(first, "_has_row_scales", False) and dim % first.dim() != first.dim() - 1
@@ -424,7 +424,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `aten.copy_` from a `Float8Tensor` into another or, dequantized, into a plain tensor.
 
     Raises `ValueError` if the source of a `Float8Tensor` is plain, or differs in shape, float8
-    dtype or granularity; or if the target is a view, and their scales differ.
+    dtype, granularity, transposition or having an amax; or, into a part of a storage, in scale.
     """
     target, source, *rest = args
     if not isinstance(target, Float8Tensor):
@@ -456,7 +456,7 @@ def _multiply_dequantized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _gather_or_exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a functional all-gather or all-to-all on data, and on scales if one per row; await it."""
+    """All-gather data (and scales, if one per row), or all-to-all data under one scale; wait."""
     x, *rest = args
     gathers_rows = x._has_row_scales and func.name().endswith("all_gather_into_tensor")
     if not gathers_rows and not x._granularity.one_scale:

@@ -37,9 +37,9 @@ class SharedTokens(NamedTuple):
     def gathered(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
         """Quantize this rank's rows `x` [R / ranks, C]; return all ranks' data [R, C] and scales.
 
-        C is zero-padded to a multiple of 16 or of the block width. With a scale per tensor,
-        `cast.reduce` must reduce the amax over ranks; finer scales are all-gathered. `traced` lets
-        a compiler fuse the amax (of finer scales, the cast) with the ops that compute `x`.
+        `cast` has one scale per row, or one that must be equal on all ranks: set, or computed from
+        an amax by `cast.reduce`. C is zero-padded to a multiple of 16. In compiled code, `traced`
+        lets a compiler fuse the amax (of scales per row, the cast) with the ops that compute `x`.
         """
         data, scale = quantize(x, cast, row=True, traced=traced).row
         granularity = cast.config.scaling_granularity
@@ -48,7 +48,7 @@ class SharedTokens(NamedTuple):
         return padded(Operand(data, scale), granularity, pad_rows=False)
 
     def start_reduce_scatter(self, x: Tensor) -> Tensor:
-        """Start to reduce-scatter `x` [R, C]; `finished(result)` is the sum, [R / ranks, C]."""
+        """Start to reduce-scatter `x` [R, C]; `finished(result)` has [R / ranks, C] of the sum."""
         x = x if self.before == 1 else self._swapped(x, self.before, self.ranks)
         reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
         return reduce_scatter(x.contiguous(), "sum", self.ranks, self.group)  # type: ignore[no-any-return]
@@ -69,7 +69,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def local_tensor(x: Any) -> Any:
-    """Return this rank's part of the DTensor `x`; return any other `x` unchanged."""
+    """Return this rank's part of the DTensor `x`, without autograd; return other `x` unchanged."""
     return getattr(x, "_local_tensor", x)
 
 
@@ -104,7 +104,7 @@ def every_rank_gets_some(size: int, ranks: int) -> bool:
 
 
 def no_shard_is_empty(x: Any) -> bool:
-    """Return whether every rank has elements of the DTensor `x`."""
+    """Return whether each rank surely has a part of each sharded dim of `x`, a DTensor."""
     ranks: dict[int, int] = {}  # dim of `x` -> number of ranks that share it
     for mesh_dim, placement in enumerate(x.placements):
         if not placement.is_replicate():

@@ -16,8 +16,9 @@ from float8.tensor.ranks import dtensor_like, local_tensor
 def high_precision(x: Tensor) -> Tensor:
     """Return the high-precision tensor in `x`, a weight wrapped for FSDP2's all-gather in float8.
 
-    The result shares the memory and the version counter of `x`, and is a DTensor if `x` is one.
-    Other tensors, also a `Float8Tensor`, are returned unchanged: nothing is dequantized.
+    The result is detached, and a DTensor if `x` is one. It shares memory with `x`: when eager code
+    writes to it, a float8 cast kept for `x` becomes invalid. Other tensors, also a `Float8Tensor`,
+    are returned unchanged: nothing is dequantized.
     """
     local = local_tensor(x)
     if (plain := getattr(local, "high_precision", None)) is None:  # no `Float8GatherWeight`
@@ -45,8 +46,8 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
     """Raise `ValueError` if `config` sets field `name`, but GEMMs cannot share a cast of a weight.
 
     Output and grad_input must need the same float8 cast. Unless the value is `Float8Weights.HELD`
-    (casts are kept), it must also be possible to make column data (the transposed copy) from float8
-    data, as it is under `TENSORWISE` and under squares.
+    (casts are kept), column data (the transposed copy) must be computable from float8 data: under
+    `TENSORWISE`, squares, or `AXISWISE` or (if FSDP2 gathers none) 1 x 32 with powers of two.
     """
     value, default = getattr(config, name), getattr(Float8LinearConfig, name)
     if value == default:
@@ -59,8 +60,7 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
             f"to {default}, or configure both alike"
         )
     granularity = cast.scaling_granularity
-    # Whether column data can be made from row data: TENSORWISE and square blocks are transposed,
-    # others cast again, almost exactly if scales are powers of 2. FSDP2 gathers no 1x32 in float8.
+    # Squares, as TENSORWISE, are transposed; others cast again, almost exactly by powers of 2.
     ungathered_mx = granularity.exponents and not config.enable_fsdp_float8_all_gather
     exact = granularity.square or (cast.power_of_2 and (granularity.by_rows or ungathered_mx))
     if value is not Float8Weights.HELD and not exact:  # HELD casts both from high precision
@@ -74,7 +74,7 @@ def require_one_cast(config: Float8LinearConfig, name: str) -> None:
 @torch.inference_mode(False)  # an inference tensor could not be saved for a backward
 @torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Return `weight`, [N, K] or [E, N, K], quantized by `cast`, or as it is if in float8."""
+    """Return `weight`, [N, K] or [E, N, K], quantized by `cast`; if a `Float8Tensor`, unchanged."""
     if isinstance(weight, Float8Tensor):
         return weight
     padded, scale = PRODUCTS[weight.dim()].quantize_weight(weight, cast, row=True).row

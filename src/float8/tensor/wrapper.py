@@ -19,9 +19,9 @@ _tensor_data: Any = Tensor.data  # the property that `Wrapper` overrides
 class Wrapper(torch.Tensor):
     """A tensor subclass that holds plain tensors and other fields.
 
-    A subclass names its inner tensors in `_tensor_names`, and other fields in `_context`. Copies,
-    pickles and compilers keep only these, and pass them to the constructor by name without leading
-    underscore. The first inner tensor has the shape of the wrapper; others may be None.
+    A subclass names inner tensors in `_tensor_names`, other fields in `_context`. Pickles, deep
+    copies (with `grad`) and compilers keep these and `requires_grad` only; the constructor takes
+    them by name without `_`. The first tensor has the wrapper's shape; others may be None.
     """
 
     _tensor_names: ClassVar[tuple[str, ...]]

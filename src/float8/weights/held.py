@@ -1,9 +1,9 @@
 """Weights that modules keep in float8 beside the Parameter, until the Parameter is written.
 
-`update_float8_weights` casts each weight once; all GEMMs read the result. Held data have a mark:
-version counter, address and strides of the Parameter at the cast. Each use compares the mark with
-the Parameter and, after a write, casts again: eager code holds the result, compiled code casts in
-the op that multiplies. The mark is an attribute of the data. It cannot be a tensor on the CPU (for
+`update_float8_weights` casts each weight once; GEMMs in training read the result. Held data have a
+mark: version counter, address, strides of the Parameter at the cast. Each use compares the mark
+and, after a write, casts again: eager code holds the result, compiled code casts in the op that
+multiplies. The mark is an attribute of the data. It cannot be a tensor on the CPU (for
 CUDA graphs), a number (causes recompilation), the version counter of the data (has no place for an
 address) or an attribute of the scale (Inductor may pass a copy, which lacks the attribute).
 """
@@ -34,7 +34,7 @@ _DYNAMO_KNOWS_EXPORT = TorchVersion(torch.__version__) >= "2.13"
 
 
 class Held(NamedTuple):
-    """A Parameter and the casts kept for its two GEMMs: row data and column data (transposed)."""
+    """A Parameter and its kept casts: row data, None in backward, and column data (transposed)."""
 
     values: Tensor | Any = None  # the Parameter
     row_data: Tensor | Any = None
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     def output(
         self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: torch.dtype
     ) -> tuple[Tensor, "Fields"]:
-        """Return `a @ weight.T` by the kept row data, and the fields of a `Held` for backward."""
+        """Return `a @ weight.T` by row data, kept (compiled: or new), and fields for backward."""
         b, gemm = Operand(self.row_data, self.row_scale), settings.plan.output
         if torch.compiler.is_compiling():
             y = self._times_held(a, b, shape, expert_ends, settings, False, gemm, out_dtype)
@@ -57,7 +57,7 @@ class Held(NamedTuple):
     def grad_input(
         self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: torch.dtype
     ) -> Any:
-        """Return `g @ weight` by the kept column data; `g` is grad_output in float8."""
+        """Return `g @ weight` by column data, kept (compiled: or new); `g` is grad_output."""
         b, gemm = Operand(self.col_data, self.col_scale), settings.plan.grad_input
         if torch.compiler.is_compiling():
             return self._times_held(g, b, shape, expert_ends, settings, True, gemm, out_dtype)
@@ -88,7 +88,7 @@ def times_held(
     gemm: str,  # settings, as `Gemm.packed` writes them
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply float8 data `a` by `b`, a kept cast of `weight`; cast again if `weight` was written.
+    """Multiply `a` by `b`, a kept cast of `weight`, or by a new cast if `weight` was written since.
 
     A new cast serves this call only: the op writes nothing, so a compiler may reorder calls. While
     a CUDA graph is captured, `weight` is always cast, as replays would not check for writes.
@@ -121,7 +121,7 @@ GEMM_OPS.add(TIMES_HELD)
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
 def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
-    """Cast `parameter` to row data and column data (the transposed copy), which a layer can keep.
+    """Return `parameter` with its casts to row data and column data (transposed), for a layer.
 
     `values`: a view of `parameter` to cast instead, such as of experts stored transposed. The data
     get a mark, by which `is_current` tells later whether `parameter` was written.
@@ -139,13 +139,13 @@ def hold(parameter: Tensor, cast: Cast, values: Tensor | None = None) -> Held:
 def _version_of(weight: Tensor) -> tuple[Any, ...]:
     """Return a mark that changes when ops write `weight`: version counter, address and strides.
 
-    It does not change on writes by fused optimizers and through `weight.data` or a raw pointer.
+    It misses writes by fused optimizers, into `weight.data`, and by a raw pointer.
     """
     return weight._version, weight.data_ptr(), weight.stride()
 
 
 def is_current(data: Tensor, weight: Tensor) -> bool:
-    """Return whether `weight` was not written since its cast `data`; False if `data` is a copy."""
+    """Return whether `weight` has the `_version_of` marked on cast `data`; False if unmarked."""
     mark = getattr(data, "_float8_version", None)
     return mark is not None and mark[0] == _version_of(weight)
 
@@ -158,7 +158,7 @@ def can_be_held(weight: Any) -> bool:
 def goes_into_graph(weight: Tensor) -> bool:
     """Return whether a graph is being recorded that would keep casts of `weight` as constants.
 
-    True under export, `torch.jit.trace`, `make_fx` and CUDA graph capture; not `torch.compile`.
+    True under `torch.jit.trace`, `make_fx`, CUDA graph capture, export (by Dynamo: torch >= 2.13).
     """
     exporting = torch.compiler.is_exporting()
     if torch.compiler.is_compiling():
@@ -187,7 +187,7 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _float8_hold(self) -> dict[str, str]:
-        """Cast all weights, keep the casts; return {name: reason} for those that cannot be kept."""
+        """Cast weights not on meta, keep the casts; return {name: reason} of those never kept."""
         self._float8_held = ()  # frees the old data before casting
         held_weights, reasons = [], {}
         for name in self._float8_names():  # type: ignore[operator]
@@ -223,14 +223,14 @@ class HoldsWeights(nn.Module):
         return fresh
 
     def _float8_attach(self) -> None:
-        """Count one more optimizer; mark kept casts as outdated, so the next use casts again."""
+        """Count one more optimizer; mark kept casts as outdated, so that their uses cast again."""
         super()._float8_attach()  # type: ignore[misc]
         for held in self._float8_held:
             for data in (held.row_data, held.col_data):
                 data._float8_version = None  # type: ignore[union-attr]
 
     def _float8_detach(self) -> None:
-        """Count one optimizer less; free kept casts, which a step of another one makes again."""
+        """Count one optimizer less; free kept casts, which another one's next step makes again."""
         super()._float8_detach()  # type: ignore[misc]
         self._float8_held = ()
 
@@ -246,7 +246,7 @@ class HoldsWeights(nn.Module):
         self._float8_held = ()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load as `nn.Module` does, and free the float8 casts that FSDP2 shards keep for a gather.
+        """Load values, then free the float8 casts that FSDP2 shards keep for their next gathers.
 
         If kept, only ranks whose shards FSDP2 pads would cast anew, and wait for others' amaxes.
         """

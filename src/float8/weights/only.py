@@ -29,7 +29,7 @@ class OnlyWeights(nn.Module):
     _float8_never_trains: bool  # whether the configuration has `ONLY`
 
     def _float8_without_masters(self) -> dict[str, Float8Tensor]:
-        """Return {name: weight} for weights in float8 only; {} without `Float8Weights.ONLY`."""
+        """Return {name: weight} of weights in float8 only, no DTensors; {} if not under `ONLY`."""
         if not self._float8_never_trains:
             return {}
         parameters: Any = self._parameters.items()
@@ -51,7 +51,7 @@ class OnlyWeights(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
-        """Replace weights that exist only in float8 with frozen dequantized Parameters."""
+        """Replace weights in float8 only, but no DTensors, by frozen dequantized Parameters."""
         super()._float8_drop_state()  # type: ignore[misc]
         for name, weight in self._float8_without_masters().items():
             self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)
@@ -77,9 +77,9 @@ class OnlyWeights(nn.Module):
         return [f"{self._float8_noun} {Float8Weights.ONLY.value} in float8", *words]
 
     def _float8_loadable(self, old: Any, values: Any, assign: bool) -> Any:
-        """Return a checkpoint's `values` for Parameter `old`, quantized if `old` is in float8 only.
+        """Return a checkpoint's `values` for `old`, quantized if it is in float8 under `ONLY`.
 
-        They are first rounded to the dtype of `old`, unless `load_state_dict` has `assign=True`.
+        Only plain tensors of its shape are, rounded to its dtype first unless `assign`.
         """
         if not self._float8_never_trains:
             return super()._float8_loadable(old, values, assign)  # type: ignore[misc]
@@ -93,7 +93,7 @@ class OnlyWeights(nn.Module):
 
 
 def refuse_only(layer: Any, config: Float8LinearConfig) -> ValueError | None:
-    """Return an error for `Float8Weights.ONLY` if a weight is sharded, trained or made by hooks."""
+    """Return an error if `config` has `ONLY`, but the weight is sharded, trained or computed."""
     if config.float8_weights is not Float8Weights.ONLY:
         return None
     if "weight" not in {**layer._parameters, **layer._buffers}:  # frozen ones may be buffers

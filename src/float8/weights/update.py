@@ -24,14 +24,14 @@ def update_float8_weights(model: nn.Module) -> None:
     Call this after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call,
     and in evaluation, each use casts the weight. After a write that raises the version counter of a
     weight, the next use in eager code casts the weight and keeps the result; compiled code casts it
-    at every use until the next call. Fused optimizers and writes into `weight.data` or by a raw
+    at every use until a cast is kept. Fused optimizers and writes into `weight.data` or by a raw
     pointer do not raise the counter: call this after them. `.to()` and assigning a new Parameter
     free the casts. Weights that FSDP2 gathers in float8 are not cast here; kept casts of their
-    shards are freed, and `precompute_float8_dynamic_scale_for_fsdp`, called next, makes new ones.
+    shards are freed: call `precompute_float8_dynamic_scale_for_fsdp` next, which makes new ones.
 
-    A warning names layers whose casts cannot be kept, so that each use casts, and why: layers under
-    tensor parallel or with delayed scaling of the weight, experts of torchtitan without FSDP2,
-    experts that FSDP gathers in high precision.
+    A warning names up to three layers whose casts cannot be kept, so that each use casts, and why:
+    tensor parallel or delayed scaling of the weight; a weight that is computed or no plain
+    Parameter; experts of torchtitan without FSDP2, or gathered by FSDP in high precision.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -106,13 +106,13 @@ def _why_on_the_fly(layer: Float8Linear, weight: Any) -> str | None:
 
 
 class HeldWeights(Feature):
-    """Part of the library for `Float8Weights.HELD`: casts weights once per optimizer step."""
+    """Feature that checks `config.float8_weights`, and casts `HELD` weights once per step."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise a `ValueError` if `config.float8_weights` contradicts other fields of `config`.
 
-        `ONLY` excludes delayed scaling of the weight and its all-gather in float8. `ONLY` and
-        `HELD` need one float8 cast of the weight for output and grad_input.
+        `ONLY` excludes delayed scaling of the weight, its all-gather in float8, and casts of which
+        no column data can be made. It and `HELD` need one cast for output and grad_input.
         """
         only = config.float8_weights is Float8Weights.ONLY
         if only and config.enable_fsdp_float8_all_gather:

@@ -54,8 +54,8 @@ def cast_groups(
     column data have scales [ceil16(C), width / k]. Elements are ``x.float() * (1 / scale)``,
     saturated, rounded to nearest even; one that is not finite affects its group only.
 
-    Raises an error if ``cast.scale`` is given under finer granularities, neither layout is
-    requested, or ``x`` is not 2-D float32, bfloat16 or float16.
+    Raises a `TypeError` for another dtype, and a `ValueError` if ``x`` is not 2-D, neither layout
+    is requested, or ``cast.scale`` is given under more than one scale per group.
     """
     assert (cast.source, cast.reduce) == (None, None)  # each group has its own scale
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
@@ -78,7 +78,7 @@ def cast_groups(
 
 
 def most_padded(rows: int, groups: int) -> int:
-    """Return an upper bound of the sum of ``groups`` group sizes, each padded to 128 rows."""
+    """Return an upper bound of ``rows`` in ``groups`` groups, each padded to a multiple of 128."""
     return (rows + (GROUP_ALIGNMENT - 1) * groups) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
 
 
@@ -188,7 +188,7 @@ ALIGN = tl.constexpr(GROUP_ALIGNMENT)
 
 
 def vector_length(groups: int) -> int:
-    """Return the smallest power of two > ``groups``, but at least 16, as kernels' GROUPS."""
+    """Return the length of vectors over groups: a power of two > ``groups``, at least 16."""
     return max(1 << groups.bit_length(), 16)
 
 
@@ -196,7 +196,7 @@ def _cast_groups_triton(
     x: Tensor, offs: Tensor, run: int | None, dtype: torch.dtype, row: bool, col: bool, width: int,
     one_scale: bool, power_of_2: bool, scale: Tensor | None = None, after: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Cast groups in Triton, as `cast_groups_reference` does: measure amaxes, unless not needed."""
+    """Cast like `cast_groups_reference`, in Triton; measure amaxes without `run` and `scale`."""
     layout = run, dtype, row, col, width
     if x.numel() == 0:
         return cast_groups_reference(x, offs, *layout, one_scale, power_of_2, scale)
@@ -237,7 +237,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @jit
 def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return first rows and ends of E groups; entry E: rows after them. GROUPS > E: the length."""
+    """Return begins and ends of E groups; entry E: rows after them. GROUPS > E: vector length."""
     g = tl.arange(0, GROUPS)
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
     begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
@@ -250,8 +250,8 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     """Locate tile ``tile``: each group is cut into one or more tiles of ``rows`` rows.
 
     ``offs_ptr`` has the ends of E groups of R rows, group E the rows after them; GROUPS is a power
-    of two > E. Returns the group; its first row and size; the tile's first row, counted from that
-    of the group; and the group's first column in the transposed copy.
+    of two > E. Returns the group (E + 1: no such tile); its first row and size; the tile's first
+    row, counted from that of the group; and the group's first column in the transposed copy.
     """
     g = tl.arange(0, GROUPS)
     begins, ends = groups_of(offs_ptr, R, E, GROUPS)
@@ -278,7 +278,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,  # EVEN: BLOCK_C divides C
     GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,  # GROUPS: vector length > E
 ):  # fmt: skip
-    """Raise the amaxes of a group, or of its rows and columns, to those of one tile of its rows."""
+    """Update amaxes of a group, or of its rows and columns, by those of one tile of its rows."""
     strips = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)

@@ -33,10 +33,10 @@ def multiply_blocks(
 ) -> None:
     """Write the grouped product of float8 `a` and `b` under block scales of 128 to `out`.
 
-    If `out` is [R, N], each group of rows of `a` [R, C] is multiplied by its `b[e]` of [E, N, C],
-    which has scales [E, N / 128, C / 128]. If `out` is [E, R, N], `a` and `b` [1, N, C], which has
-    scales [N, C / 128], are contracted over each group of columns. `a` has scales [R, C / 128].
-    `ends` [E] int32 are one past the last row or column of each group, of columns multiples of 128.
+    If `out` is [R, N], multiplies each group of rows of `a` [R, C] by `b[e].T`: `b` [E, N, C] has
+    scales [E, ceil(N / 128), >= C / 128]. If `out` is [E, R, N], contracts `a` and `b` [1, N, C],
+    scales [N, C / 128], over each group of columns. `a` has scales [R, C / 128]. `ends` [E] int32
+    are one past the last row or, multiples of 128, column. Raises `RuntimeError` if Triton < 3.6.
     """
     if not HAS_GLUON:
         problem = "got a Triton without Gluon for experts under blocks, expected Triton >= 3.6"
@@ -225,7 +225,7 @@ def _grouped_blocks_kernel(  # type: ignore[no-untyped-def]
     b_tiles,  # descriptor of [E, N, C] if ROW_GROUPS, else [1, N, C]
     scale_tiles,  # descriptor of the scales of `b` [C / 128, N], unused if ROW_GROUPS
     a_scale_ptr,  # [R, C / 128]
-    b_scale_ptr,  # scales of `b` if ROW_GROUPS: [E, N / 128, C / 128]
+    b_scale_ptr,  # scales of `b` if ROW_GROUPS: [E, ceil(N / 128), C / 128 or more]
     ends_ptr,  # [E]: ends of groups along R if ROW_GROUPS, else along C
     out_ptr,  # [R, N] if ROW_GROUPS, else [E, R, N]
     R, N, C, E, a_stride_r, a_stride_c, b_stride_e, b_stride_n, b_stride_c,  # strides of scales

@@ -29,11 +29,11 @@ def grouped_matmul_reference(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
     gemm: str, out_dtype: torch.dtype,  # tokens: for `_flops` only; gemm: by `Gemm.packed`
 ) -> Tensor:  # fmt: skip
-    """Multiply groups of float8 operands in plain torch, with a loop that syncs with the device.
+    """Multiply groups of float8 operands in high precision, as CPUs do, and GPUs that emulate.
 
     For all groups, which end before ``ends`` [E], returns `a[group] @ b[e].T`, [R, N], if ``b`` is
-    [E, N, C], and `a[:, group] @ b[:, group].T`, [E, R, N], if ``b`` is [N, C]. If scales are
-    powers of two and ``out_dtype`` is bfloat16, torch's grouped GEMM in bfloat16 may do it.
+    [E, N, C], and `a[:, group] @ b[:, group].T`, [E, R, N], if ``b`` is [N, C]. Loops over groups
+    with a sync or, for a bfloat16 result on GPUs under powers of two, calls torch's grouped GEMM.
     """
     if ends.is_cpu and b.dim() == 3:  # a check on a GPU would sync
         check_offs(ends, len(a))
@@ -68,8 +68,8 @@ def grouped_matmul_reference(
 
 def grouped_matmul_fake(
     a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *settings: Any
-) -> Tensor:
-    """Allocate the result: of ``a`` [R, K], [R, N] for ``b`` [E, N, K], [E, R, N] for [N, K]."""
+) -> Tensor:  # settings[-1]: the dtype of the result
+    """Allocate the result of ``a`` [R, K]: [R, N] if ``b`` is [E, N, K], [E, R, N] if [N, K]."""
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(shape, dtype=settings[-1])
 
@@ -89,7 +89,7 @@ def _grouped_matmul_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tokens: int | None,
     gemm: str, out_dtype: torch.dtype,  # tokens: for `_flops` only; gemm: by `Gemm.packed`
 ) -> Tensor:  # fmt: skip
-    """Multiply groups by the GPU's float8 GEMM for such scales, or emulate if ``gemm`` says so."""
+    """Multiply groups by the GPU's GEMM for the granularity, or emulate if ``gemm`` says so."""
     operands, settings = (a, a_scale, b, b_scale, ends), Gemm.unpacked(gemm)
     granularities, fast = settings.granularities, settings.use_fast_accum
     if settings.emulate or a.numel() == 0:  # no rows, or no tokens

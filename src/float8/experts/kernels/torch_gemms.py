@@ -1,7 +1,7 @@
 """Grouped GEMMs of torch: in bfloat16, and in MXFP8 on Blackwell, which reads swizzled scales.
 
-All code is plain torch, which a compiler fuses. The MXFP8 GEMM has not run on a Blackwell GPU yet;
-tests compare the layouts of scales with those of torch and torchao.
+The MXFP8 GEMM has not run on a Blackwell GPU yet; tests compare the layouts of scales with those of
+torch and torchao.
 """
 
 import torch
@@ -23,9 +23,9 @@ def multiply_in_bfloat16(
 ) -> Tensor:
     """Multiply groups of rows of `a` by `b[e].T`, [R, N], or contract each group of columns.
 
-    Computes in bfloat16 on dequantized values, which are exact, as scales must be powers of two.
-    `a` is [R, C]; `b` is [E, N, C] for groups of rows, else [N, C] for a result [E, R, N]. `ends`
-    [E] are one past the last row or column of each group.
+    Computes in bfloat16, which holds dequantized values exactly: the scales, of `granularities`,
+    must be powers of two. `a` is [R, C]; `b` is [E, N, C] for groups of rows, else [N, C] for a
+    result [E, R, N]. `ends` [E] are one past the last row or column of each group.
     """
     result_scales, (granularity_a, _) = None, granularities
     if not granularity_a.by_blocks:  # nor has `b` blocks: `Float8LinearConfig` refuses such pairs
@@ -47,7 +47,7 @@ def multiply_in_bfloat16(
 
 
 def multiply_mx(a: Operand, b: Operand, ends: Tensor, granularities: Granularities) -> Tensor:
-    """Multiply groups of MXFP8 `a` [R, C] by `b`, [E, N, C] or (by columns) [N, C], to bfloat16."""
+    """Multiply MXFP8 groups: rows of `a` by `b[e].T`, or columns of `a` and `b`; to bfloat16."""
     scale_a, scale_b = map(scales_of_rows, (a, b), granularities)
     ends = _clamped_ends(a.data, b.data, ends)
     if b.data.dim() == 3:  # groups of rows, each with a matrix of `b`
@@ -80,7 +80,7 @@ def swizzled_rows(scale: Tensor, ends: Tensor) -> Tensor:
     """Swizzle MXFP8 scales [R, runs] of grouped rows, a run being 32 elements with one scale.
 
     `ends` [E] are one past each group's last row. Pads each group to a multiple of 128 rows, and
-    `runs` to a multiple of 4. Returns float8_e8m0fnu [padded rows, padded runs].
+    `runs` to a multiple of 4. Returns float8_e8m0fnu [padded rows or more, padded runs].
     """
     R, runs = scale.shape
     _, places, padded_ends = places_of_rows(ends, R)

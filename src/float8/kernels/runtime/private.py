@@ -1,4 +1,4 @@
-"""Private API of torch; attributes are None if torch lacks them or `FLOAT8_PLAIN_LAUNCH=1`."""
+"""Private API of torch; `find` returns None if torch lacks it or `FLOAT8_PLAIN_LAUNCH=1` is set."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 PUBLIC_API_ONLY = os.environ.get("FLOAT8_PLAIN_LAUNCH") == "1"
-"""Whether the user forbids private API of torch and Triton, as is easier to debug, but slower."""
+"""Whether kernels are launched by public API of torch and Triton only: slower, easier to debug."""
 
 
 def find(path: str) -> Any:
@@ -29,7 +29,7 @@ def find(path: str) -> Any:
 
 
 current_device = find("_C._cuda_getDevice")
-"""Returns the index of the current GPU. Fallback: `torch.cuda.current_device`."""
+"""Returns the index of the current GPU. Fallbacks: `torch.cuda.current_device`, the dispatcher."""
 
 current_stream = find("_C._cuda_getCurrentRawStream")
 """Returns the address of the current stream of a GPU. Fallback: Triton's launcher."""
@@ -42,14 +42,14 @@ empty_strided_cuda = find("_C._dynamo.guards._empty_strided_cuda")
 `torch.empty_strided`, which takes as long as a launch. Fallback: `torch.empty_strided`."""
 
 dispatch_modes = find("_C._len_torch_dispatch_stack")
-"""Returns the number of active dispatch modes. Fallback: calls go through the dispatcher."""
+"""Returns the number of active dispatch modes. Fallbacks: the dispatcher, `make_fx_is_on`."""
 
 pre_dispatch_modes = find("_ops._len_torch_dispatch_stack_pre_dispatch")
-"""Returns the number of modes above autograd. Fallback: every call checks `make_fx_is_on`."""
+"""Returns the number of dispatch modes that run before autograd. Fallback: `make_fx_is_on`."""
 
 functorch_levels = find("_C._functorch.peek_interpreter_stack")
-"""Returns the innermost transform of torch.func. Fallback: calls go through the dispatcher, and a
-layer within a transform raises torch's error."""
+"""Returns the innermost transform of torch.func, or None. Fallback: calls go through the
+dispatcher, and a layer within a transform raises torch's error."""
 
 
 def surely(condition: Any) -> bool:
@@ -113,9 +113,9 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def warn(message: str) -> None:
-    """Issue a `UserWarning` at the line of the first caller outside of float8 and torch.
+    """Issue a `UserWarning` at the line of the innermost caller outside of float8 and torch.
 
-    No fixed `stacklevel` finds that line: compiled code that calls eager code adds frames.
+    Skips contextlib, threading, concurrent, too. No `stacklevel` fits: compiled code adds frames.
     """
     frame: Any = sys._getframe(1)
     skipped = "float8", "torch", "contextlib", "threading", "concurrent"  # last three call float8
@@ -128,7 +128,7 @@ def warn(message: str) -> None:
 
 
 class _Eager:
-    """Callable that runs `call`, a module's eager code, in place of `compiled`, which it keeps."""
+    """Callable that runs a module's eager `call`, until `in_eager_mode` puts `compiled` back."""
 
     def __init__(self, compiled: Any, call: Callable[..., Any]) -> None:
         self.compiled, self.call, self.users = compiled, call, 0
@@ -141,9 +141,9 @@ class _Eager:
 def in_eager_mode(model: Any) -> Iterator[None]:
     """Context manager in which `model` and its submodules run in eager mode even if compiled.
 
-    Afterwards, compiled code runs again as it was. Several contexts for a model may be active, and
-    end in any order. Compiled functions that call `model` still run compiled. The context has no
-    effect if torch lacks the private attributes to replace.
+    It acts on `torch.compile(module)` and `module.compile()`; other compiled functions, such as one
+    that calls `model`, still run compiled. Several contexts for a model may be active, and end in
+    any order; after the last, compiled code runs again. No effect if torch lacks private API.
     """
     replaced = []
     for module in model.modules():
