@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from float8 import (
     CastConfig,
     Float8LinearConfig,
+    Float8Tensor,
     ScalingGranularity,
+    ScalingType,
     all_linears,
     convert_to_float8_training,
     grouped_linear,
@@ -81,6 +83,23 @@ def test_emulation_in_bfloat16_is_chosen_where_it_is_exact() -> None:
     assert exact_dtype(torch.device("cpu")) == torch.float32  # on some CPUs bfloat16 is slower
     plans = [plan_linear(of_recipe(name)) for name in ("mxfp8", "rowwise", "blockwise")]
     assert [plan.output.powers_of_2 for plan in plans] == [True, True, False]
+
+
+def test_an_input_in_float8_is_not_taken_for_one_with_powers_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its scale comes from elsewhere; the product of the output has none either, by its weight."""
+    config = Float8LinearConfig(
+        cast_config_weight=CastConfig(ScalingType.DELAYED),
+        round_scales_to_power_of_2=True,
+        emulate=True,
+    )
+    monkeypatch.setattr(importlib.import_module("float8.gemm"), "exact_dtype", lambda _: E4M3)
+    x, w, g = tensors(64, 128, 96, torch.bfloat16, "cpu")
+    layer = layer_of(w, config)
+    layer(Float8Tensor.from_high_precision(x)).backward(g)  # float8 as a dtype of GEMMs would raise
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        layer(x.detach().requires_grad_()).backward(g)
 
 
 def test_values_are_exact_in_bfloat16() -> None:

@@ -109,7 +109,7 @@ def apply_linear(
     elif isinstance(input, Float8Tensor):
         gemms = plan.output, plan.grad_weight  # the latter may be None
         # The scales of `input` need not be powers of two, whatever the plan assumes.
-        if plan.output.powers_of_2 and not input._granularity.exponents:
+        if any(gemm and gemm.powers_of_2 for gemm in gemms) and not input._granularity.exponents:
             output_gemm, dw_gemm = [gemm and gemm._replace(powers_of_2=False) for gemm in gemms]
             plan = plan._replace(output=output_gemm, grad_weight=dw_gemm)
     if empty:
