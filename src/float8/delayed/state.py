@@ -148,7 +148,6 @@ class StatefulLayer(Float8Module):
             self._float8_known = self._float8_known | {site.name}
 
     def _float8_has_unsynced_amax(self) -> bool:
-        """Return whether an amax was recorded since the last eager sync or write of buffers."""
         return self._float8_amax_version() != self._float8_synced_version
 
     def _float8_mark_synced(self) -> None:

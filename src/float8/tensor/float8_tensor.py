@@ -190,7 +190,6 @@ class Float8Tensor(Wrapper):
 
     @property
     def _has_row_scales(self) -> bool:
-        """Whether the scales are [..., R, 1], one for each row of data [..., R, C]."""
         return self._granularity.by_rows and self._scale.shape == (*self.shape[:-1], 1)
 
     @property
