@@ -16,7 +16,7 @@ e4m3_dtype, e5m2_dtype = E4M3, E5M2  # the names of torchao
 
 
 def torchao_hint(value: object) -> str:
-    """Return the import that errors advise if `value` is of torchao or its predecessor, or ""."""
+    """Return advice on imports if `value` is of torchao or float8_experimental, or else ""."""
     library, name = type(value).__module__.partition(".")[0], type(value).__name__
     is_theirs = library in ("torchao", "float8_experimental")
     return f"; this one is of {library}: `from float8 import {name}`" if is_theirs else ""

@@ -22,7 +22,7 @@ class Attachment:
     handles: list[RemovableHandle]
 
     def remove(self) -> None:
-        """Remove hooks, and free casts of `HELD` weights; also runs when the optimizer is freed."""
+        """Remove hooks, free `Float8Weights.HELD` casts; also runs when the optimizer is freed."""
         for handle in self.handles:
             handle.remove()
         for mod in self.mods:
@@ -45,7 +45,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         optimizer: the `torch.optim.Optimizer` that steps its parameters, or a wrapper that has it
             as `.optimizer` or `.base_optimizer`, as those of accelerate and Lightning.
         group: the `ProcessGroup` over which amaxes of delayed scaling are reduced. None: all dims
-            of the weights' mesh, or of other parameters' under their `fully_shard`, or all ranks.
+            of the weights' mesh or, if no weight is a DTensor, of other Parameters'; or all ranks.
 
     Returns:
         A handle whose `remove()` removes the hooks.

@@ -72,8 +72,8 @@ def load_float8_checkpoint(
         FileNotFoundError, TypeError: a file is missing; `model` is not an `nn.Module`.
         ValueError: a file is damaged or of no supported format; names, shapes or kinds of numbers
             are not those of `model`; a DTensor is excluded above; a layer with `ONLY` has another
-            granularity, or experts a scale for two projections; files have experts joined and one
-            by one, or differ by rank; tied tensors have other values. `model` is unchanged then.
+            granularity, or experts one scale for gate and up; files have experts joined and one by
+            one, or differ by rank; tied tensors have other values. `model` is unchanged then.
         RuntimeError, AssertionError: torch's own, for a `device` that does not exist.
     """
     with ModelRanks(model) as ranks:

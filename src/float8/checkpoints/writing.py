@@ -425,7 +425,7 @@ def _cast_tensors(
 
 
 def _quantize(part: Part, x: Any, entry: _Entry, scheme: Scheme) -> tuple[Tensor, Tensor, bool]:
-    """Return (data, scale, whether training has these bytes) of `part` of `x`, `entry`'s tensor."""
+    """Quantize `part` of `x`; return (data, scale, whether training multiplies these bytes)."""
     weight, as_trained, is_expert = part.of(x), entry.as_trained, part is not WHOLE
     if isinstance(weight, Float8Tensor):
         if published := scheme.published(weight, is_expert):

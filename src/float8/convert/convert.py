@@ -126,7 +126,7 @@ def _prepare(mod: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
 
 
 def _change(model: nn.Module, config: Float8LinearConfig | None, changes: Changes) -> None:
-    """Run `changes`, {module: function that converts it to `config` or, if None, back}."""
+    """Convert `model` to `config` (None: back) by the functions in `changes`, one per module."""
     for feature in FEATURES:
         feature.before_conversion([mod for mod in changes if isinstance(mod, Float8Module)])
     for change in changes.values():

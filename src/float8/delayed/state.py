@@ -226,8 +226,8 @@ class StatefulLayer(Float8Module):
 
         In training mode, unless all Parameters are frozen, scales in its buffers are used: in grad
         mode, and in the first forward of reentrant checkpointing, which is repeated with grad. Else
-        casts compute scales from their data, since no sync may follow. Grad mode records amaxes; in
-        it, a cast by a scale known to be set on all ranks loses its all-reduce of amaxes. Raises
+        casts compute scales from their data, as a sync need not follow. Grad mode records amaxes; a
+        cast by a scale known to be set on all ranks then loses its all-reduce. Raises
         `RuntimeError` if a sync is found missing, or in `torch.jit.trace` if it uses buffers.
         """
         self._float8_check_synced()

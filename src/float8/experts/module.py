@@ -141,7 +141,7 @@ def _on_this_rank(x: Any) -> Any:
 
 
 class SeamExperts(Float8Experts):
-    """Experts of torchtitan in float8: overrides the `_grouped_mm` that their forward calls."""
+    """Experts of torchtitan in float8: overrides the method `_grouped_mm`, which forward calls."""
 
     _float8_why_never_held = "given to a method, perhaps a copy"
 

@@ -100,7 +100,7 @@ def converted_config(source: Any) -> Any:
         float8: Float8LinearConfig
 
         def build(self, **kwargs: Any) -> Any:
-            """Return what `source` builds, in float8; raise if unsupported (experts may later)."""
+            """Return the module of `source` in float8; raise if unsupported (experts: in use)."""
             mod = source.build(self, **kwargs)
             if isinstance(mod, Linear):
                 mod = ConvertedLinear.from_float(mod, self.float8, linear_classes=[type(mod)])

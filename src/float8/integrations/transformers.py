@@ -36,7 +36,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     Args:
         config: a `Float8LinearConfig`, or the name of a recipe; None: do not convert the model.
         group: the process group over which delayed scaling all-reduces amaxes. None: the ranks of
-            the device mesh of weights, or of other Parameters under their `fully_shard`, or all.
+            the device mesh of weights or, if none is sharded, of other Parameters; or else all.
             Resuming with `restore_callback_states_from_checkpoint=True` loses it and `config`.
         **conversion: other arguments of `convert_to_float8_training`. If the `Trainer`'s arguments
             have `max_length` (trl), the default `tokens_per_step` is batch size times `max_length`.

@@ -429,7 +429,7 @@ def _cast_op(x: Tensor, scale: Tensor | None, *flat: Any, **named: Any) -> list[
 
 
 def _signature_of_cast() -> inspect.Signature:
-    """Return the signature, for the op's schema: x, scale, the fields of `CastArguments`, after."""
+    """Return the signature of the op `cast`: x, scale, fields of `CastArguments`, then `after`."""
     x, scale, _, after, _ = inspect.signature(cast_reference).parameters.values()
     fields = inspect.signature(CastArguments).parameters.values()
     parameters = [x, scale, *fields, after.replace(kind=x.kind)]

@@ -80,7 +80,7 @@ class PlainFloat8Module(nn.Module):
         """Do nothing here; mixins create buffers and flags for a new `self._float8_config`."""
 
     def _float8_finish(self) -> None:
-        """Do nothing here; a mixin replaces weights by float8 ones under `Float8Weights.ONLY`."""
+        """End a conversion: a mixin replaces weights by float8 ones under `Float8Weights.ONLY`."""
 
     def _float8_drop_state(self) -> None:
         """Do nothing here; mixins delete buffers, and dequantize weights that have no master."""

@@ -189,7 +189,7 @@ def _activations(
 
 
 def _mark_sums_as_must_save(graph: Graph) -> None:
-    """Have the partitioner save 16-bit sums that RMSNorm or activations read, not their terms."""
+    """Have the partitioner save 16-bit sums that RMSNorm or SiLU, GELU read, not their terms."""
     # Terms might be rounded, and rounded terms may cancel each other.
     for node in graph.nodes:
         if _name(node) == "rsqrt" or _is_activation_function(node):

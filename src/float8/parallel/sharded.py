@@ -92,7 +92,7 @@ def sums_over_ranks(weight: Any) -> bool:
 
 @dataclass(frozen=True)
 class GathersInput(Dense):
-    """Has casts and GEMMs of a layer, as `Dense` does; `tokens` all-gathers its input in float8."""
+    """Casts and GEMMs of a layer that all-gathers the rows of its input in float8."""
 
     tokens: SharedTokens
 
@@ -113,7 +113,7 @@ class GathersInput(Dense):
         return matmul(a, b, (rank_shape[0] * self.tokens.ranks, rank_shape[1]), **options)
 
     def start(self, dx: Tensor) -> Tensor:
-        """Start to reduce-scatter grad_input `dx` [M, K]; `finished(result)` is [M / ranks, K]."""
+        """Start to reduce-scatter grad_input `dx` [M, K]; `finished` waits for [M / ranks, K]."""
         return self.tokens.start_reduce_scatter(dx)
 
 

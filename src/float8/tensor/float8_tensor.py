@@ -200,7 +200,7 @@ class Float8Tensor(Wrapper):
 
     @property
     def _is_transposed(self) -> bool:
-        """Whether scales are by columns, [..., 1, C], or blocks were permuted since the cast."""
+        """Whether scales are by columns, [..., 1, C], or dims were permuted under blocks."""
         if not self._granularity.by_blocks:
             return self._has_column_scales
         as_cast = self._scale.shape == self._granularity.scales(tuple(self.shape))

@@ -51,7 +51,7 @@ class OnlyWeights(nn.Module):
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
-        """Replace weights in float8 only, but no DTensors, by frozen dequantized Parameters."""
+        """Replace weights in float8 only, unless DTensors, by frozen dequantized Parameters."""
         super()._float8_drop_state()  # type: ignore[misc]
         for name, weight in self._float8_without_masters().items():
             self._parameters[name] = nn.Parameter(dequantise(weight), requires_grad=False)

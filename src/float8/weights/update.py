@@ -22,7 +22,7 @@ def update_float8_weights(model: nn.Module) -> None:
     """Cast the weights of layers of `model` with `Float8Weights.HELD`, and keep the casts.
 
     Call this after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call,
-    and in evaluation, each use casts the weight. After a write that raises the version counter of a
+    and always in evaluation, uses cast. After a write that raises the version counter of a
     weight, the next use in eager code casts the weight and keeps the result; compiled code casts it
     at every use until a cast is kept. Fused optimizers and writes into `weight.data` or by a raw
     pointer do not raise the counter: call this after them. `.to()` and assigning a new Parameter
