@@ -13,7 +13,7 @@ class Dense:
 
     The autograd function `Linear` gets this class, a subclass for experts, or an instance of a
     subclass for tokens sharded over ranks, and calls its functions. Input is [M, K], output [M, N].
-    `*expert_ends` is empty here, or one tensor for experts: the ends of the rows of each.
+    `*group_ends` is empty here, or one tensor for experts: the ends of the rows of each.
     """
 
     columns_from_values = True
@@ -26,9 +26,9 @@ class Dense:
     stored_transposed = False
     """Whether a Parameter whose casts are kept (`HELD`) stores weights [E, N, K] as [E, K, N]."""
     quantize_rows: Any = staticmethod(quantize)
-    """Quantize the input [M, K]: `(x, cast, *expert_ends, row=, col=, traced=)` to `Quantized`."""
+    """Quantize the input [M, K]: `(x, cast, *group_ends, row=, col=, traced=)` to `Quantized`."""
     quantize_grad: Any = staticmethod(quantize)
-    """Quantize grad_output [M, N]: `(x, cast, *expert_ends, row=, col=)` to `Quantized`."""
+    """Quantize grad_output [M, N]: `(x, cast, *group_ends, row=, col=)` to `Quantized`."""
     quantize_weight: Any = staticmethod(quantize)
     """Quantize a weight: `(x, cast, row=, col=, pad_rows=, traced=, after=)` to `Quantized`."""
     padded: Any = staticmethod(padded)
@@ -36,13 +36,13 @@ class Dense:
     transposed: Any = staticmethod(to_col)
     """Make column data from row data of a weight: `(row_data, cast_config, after)` to `Operand`."""
     output: Any = staticmethod(matmul)
-    """Return `a @ b.T` [M, N]: `(a [M, K], b [N, K], (M, N), *expert_ends, gemm=, out_dtype=)`."""
+    """Return `a @ b.T` [M, N]: `(a [M, K], b [N, K], (M, N), *group_ends, gemm=, out_dtype=)`."""
     grad_input: Any = staticmethod(matmul)
     """Return `a @ b.T` [M, K] of operands [M, N] and [K, N], with arguments as of `output`."""
     grad_weight: Any = staticmethod(matmul)
     """Return `a @ b.T` [N, K], of experts [E, N, K], of [N, M] and [K, M], like `output`."""
     outer: Any = staticmethod(lambda grad_output, x: grad_output.t() @ x)
-    """Compute grad_weight in high precision: `(grad_output, input, *expert_ends)` to [N, K]."""
+    """Compute grad_weight in high precision: `(grad_output, input, *group_ends)` to [N, K]."""
     scatter: Any = None
     """None, or a function that reduce-scatters the output [M, N] over ranks by rows."""
     start: Any = None

@@ -238,7 +238,6 @@ def experts_ms(gpu: str, recipe: str, name: str) -> float:
 def experts_table() -> Iterator[tuple[str, str, str, float, float]]:
     for row in json.loads((RESULTS / "h200-experts.json").read_text())["rows"]:
         name, kind = row["part"], row["recipe"]
-        assert abs(row["drift_percent"]) < 3.5  # how far the two passes are apart
         if kind != "bf16":
             speedup = experts_ms("H200", "bf16", name) / experts_ms("H200", kind, name)
             yield "H200", name, kind, speedup, row["speedup"]
@@ -252,8 +251,10 @@ def experts_table() -> Iterator[tuple[str, str, str, float, float]]:
             yield "H100", name, kind, modelled, statistics.mean(speedups)
 
 
-def test_all_layers_of_experts_are_held_against_the_model() -> None:
+def test_all_timings_of_experts_are_held_against_the_model() -> None:
     assert Counter(gpu for gpu, *_ in experts_table()) == {"H200": 28, "H100": 27}
+    rows = json.loads((RESULTS / "h200-experts.json").read_text())["rows"]
+    assert max(abs(row["drift_percent"]) for row in rows) < 3.5  # how far two passes are apart
 
 
 @pytest.mark.parametrize(("gpu", "name", "recipe", "modelled", "found"), [*experts_table()])

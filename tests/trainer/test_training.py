@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -234,6 +233,7 @@ def test_environment_says_where_but_nothing_private(
     assert environment["torch"] == torch.__version__
     assert environment["device_type"] == "cpu"
     assert environment["device"]
-    for name in ("transformers", "peft"):  # those that are installed
-        assert environment.get(name) == (metadata.version(name) if find_spec(name) else None)
+    for name in ("transformers", "peft", "torchao"):  # those that are installed
+        installed = pytest.importorskip(name).__version__ if find_spec(name) else None
+        assert environment.get(name) == installed
     assert environment["command"] == "float8 compare .../text a --steps"

@@ -33,7 +33,7 @@ class WrittenWeight:
     """Names a float8 weight in files, and says whether training multiplies the same bytes."""
 
     name: str
-    as_trained: bool  # whether training multiplies these bytes, if it casts from `param_dtype`
+    as_trained: bool  # whether training multiplies these bytes, if it casts weights whole
 
 
 def float8_weights(
@@ -275,7 +275,7 @@ def _plan(
         parts = published[name]
         if saved in in_float8:
             pieces = max(part.pieces for part in parts.values())
-            cast, as_trained = _cast_of(module, scheme, x, pieces)
+            cast, as_trained = _cast_of(module, scheme, x.shape[-2], pieces)
             entries.append(_Entry(x, parts, param_dtype, cast, as_trained and not attrs))
         else:
             parts = parts if WHOLE in parts.values() else {name: WHOLE}  # split only to cast
@@ -339,10 +339,10 @@ def _select_float8(
     return selected - {x for x in experts if any(module in excluded for _, module, _ in x.uses)}
 
 
-def _cast_of(module: Any, scheme: Scheme, x: Tensor, pieces: int) -> tuple[CastConfig, bool]:
-    """Return the cast to write a weight `x` of `module`, and whether training casts it so.
+def _cast_of(module: Any, scheme: Scheme, rows: int, pieces: int) -> tuple[CastConfig, bool]:
+    """Return the cast to write a weight of `module` in `scheme`, and whether training casts it so.
 
-    Files have `x` [N, K], or each expert of `x` [E, N, K], as `pieces` weights of equal size.
+    The weight, of a layer or one expert, has `rows` rows; files have it as `pieces` equal weights.
     """
     granularity, power_of_2 = scheme.granularity, scheme.exponents is not None
     trained_cast = None  # for experts in high precision
@@ -352,11 +352,8 @@ def _cast_of(module: Any, scheme: Scheme, x: Tensor, pieces: int) -> tuple[CastC
         if scheme.accepts(trained_cast.scaling_granularity):  # also 32x32 for 1x32
             granularity = trained_cast.scaling_granularity
     cast = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=power_of_2)
-    N, K, part = *x.shape[-2:], local_tensor(x).shape[-1]
-    pieces_share_scales = pieces > 1 and N // pieces % (granularity.height or N) != 0
-    # Under tensor parallel along K each rank casts its part of a row; one scale is that of all.
-    cuts_scales = part < K and part % (granularity.width or K) != 0 and not granularity.one_scale
-    return cast, cast == trained_cast and not (pieces_share_scales or cuts_scales)
+    pieces_share_scales = pieces > 1 and rows // pieces % (granularity.height or rows) != 0
+    return cast, cast == trained_cast and not pieces_share_scales
 
 
 def _high_precision_modules(

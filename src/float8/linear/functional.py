@@ -214,13 +214,13 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, stored: Any, settings: Call, *expert_ends: Tensor
+        input: Tensor, weight: Tensor, stored: Any, settings: Call, *group_ends: Tensor
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output [M, N], in the dtype of `input` [M, K], and the tensors for backward.
 
-        `stored`, a `Weight`, multiplies by `weight` [N, K], or by float8 data of it. `expert_ends`
+        `stored`, a `Weight`, multiplies by `weight` [N, K], or by float8 data of it. `group_ends`
         is empty, or for experts one tensor: the ends of the rows of each. The tensors are `(rows,
-        rows_scale, col_data, col_scale, *fields of stored, *expert_ends)`; None: not needed.
+        rows_scale, col_data, col_scale, *fields of stored, *group_ends)`; None: not needed.
         Backward computes grad_weight from `col_data` and `col_scale`, column data (the transposed
         cast) of `input`; or else from `rows`, `input` or its float8 data, and `rows_scale`.
         """
@@ -244,15 +244,15 @@ class Linear(torch.autograd.Function):
                 col_in_backward = compiling and products.columns_from_values
                 col_now = dw_in_float8 and plan.reuse_input and not col_in_backward
                 row, col = products.quantize_rows(
-                    input, casts.input, *expert_ends, row=True, col=col_now, traced=True
+                    input, casts.input, *group_ends, row=True, col=col_now, traced=True
                 )
             shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace records it
-            y, fields = stored.output(row, shape, expert_ends, settings, input.dtype)
+            y, fields = stored.output(row, shape, group_ends, settings, input.dtype)
         if products.scatter is not None:
             y = products.scatter(y)
         if dw_in_float8 and not plan.reuse_input:
             cast = casts.input_for_grad_weight
-            _, col = products.quantize_rows(input, cast, *expert_ends, col=True)
+            _, col = products.quantize_rows(input, cast, *group_ends, col=True)
         if col is None and settings.need_grad_weight:
             if isinstance(input, Float8Tensor):
                 rows = input._data
@@ -266,7 +266,7 @@ class Linear(torch.autograd.Function):
         col_data, col_scale = (None, None) if col is None else col[:2]  # experts have more fields
         if not settings.need_grad_input:  # backward does not read the weight
             fields = (None,) * len(fields)
-        return y, (rows, rows_scale, col_data, col_scale, *fields, *expert_ends)
+        return y, (rows, rows_scale, col_data, col_scale, *fields, *group_ends)
 
     @staticmethod
     def forward(
@@ -276,11 +276,11 @@ class Linear(torch.autograd.Function):
         stored: Any,  # a `Weight`, which multiplies by `weight`, or by float8 data of it
         settings: Call,
         computed: Any,  # what `compute` returned for the other arguments; None: call it here
-        *expert_ends: Any,  # empty, or for experts one tensor: the ends of the rows of each
+        *group_ends: Any,  # empty, or for experts one tensor: the ends of the rows of each
     ) -> Tensor:
         """Return the output [M, N], and save on `ctx` what backward needs."""
         if computed is None:
-            y, saved = Linear.compute(input, weight, stored, settings, *expert_ends)
+            y, saved = Linear.compute(input, weight, stored, settings, *group_ends)
         else:
             y, saved = computed
             y = new_alias(y)
@@ -299,18 +299,18 @@ class Linear(torch.autograd.Function):
         plan, casts, products = settings.plan, settings.casts, settings.products
         rows, rows_scale, col_data, col_scale, *rest = ctx.saved_tensors
         count, dtype = len(settings.weight_class._fields), grad_output.dtype
-        stored, expert_ends = settings.weight_class(*rest[:count]), rest[count:]
+        stored, group_ends = settings.weight_class(*rest[:count]), rest[count:]
         dx_in_float8 = settings.need_grad_input and plan.grad_input is not None  # dx: grad_input
         dw_in_float8 = settings.need_grad_weight and plan.grad_weight is not None  # dw: grad_weight
         reuse = dw_in_float8 and plan.reuse_grad_output
         (M, N), K, row, col = grad_output.shape, settings.in_features, None, None
         if dx_in_float8 or reuse:
             row, col = products.quantize_grad(
-                grad_output, casts.grad_output, *expert_ends, row=dx_in_float8, col=reuse
+                grad_output, casts.grad_output, *group_ends, row=dx_in_float8, col=reuse
             )
         dx = dw = None
         if dx_in_float8:
-            dx = stored.grad_input(row, (M, K), expert_ends, settings, dtype)
+            dx = stored.grad_input(row, (M, K), group_ends, settings, dtype)
         elif settings.need_grad_input:
             dx = grad_output @ stored.values.to(dtype)
         if dx is not None and products.start is not None:
@@ -319,18 +319,18 @@ class Linear(torch.autograd.Function):
             if not reuse:
                 cast = casts.grad_output_for_grad_weight  # assigning `row` next frees row data
                 row, col = products.quantize_grad(
-                    grad_output, cast, *expert_ends, row=False, col=True
+                    grad_output, cast, *group_ends, row=False, col=True
                 )
             input_col = Operand(col_data, col_scale)
             if col_data is None:  # forward kept `input` or its row data
                 input_col = recast(rows, casts.input.config, rows_scale)
             options: Any = {"gemm": plan.grad_weight, "out_dtype": settings.weight_dtype}
-            dw = products.grad_weight(col, input_col, (N, K), *expert_ends, **options)
+            dw = products.grad_weight(col, input_col, (N, K), *group_ends, **options)
         elif settings.need_grad_weight:
-            dw = products.outer(grad_output, rows, *expert_ends).to(settings.weight_dtype)
+            dw = products.outer(grad_output, rows, *group_ends).to(settings.weight_dtype)
         if dx is not None and products.finished is not None:
             dx = products.finished(dx)  # waits for the reduce-scatter
-        return dx, dw, None, None, None, *[None] * len(expert_ends)
+        return dx, dw, None, None, None, *[None] * len(group_ends)
 
     @staticmethod
     def symbolic(*_: Any) -> Any:

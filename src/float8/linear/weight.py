@@ -25,16 +25,16 @@ class Weight(Protocol):
     They are NamedTuples of tensors or None. Forward calls `output`, and saves the fields that it
     returns by `save_for_backward`: tensors on `ctx` would live as long as the loss. Backward makes
     an instance of them, and calls `grad_input` if that GEMM is in float8. `settings` has casts and
-    GEMMs; `expert_ends` is (), or for experts one tensor: the ends of the rows of each.
+    GEMMs; `group_ends` is (), or for experts one tensor: the ends of the rows of each.
     """
 
     def output(
-        self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
+        self, a: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: dtype
     ) -> tuple[Tensor, Fields]:
         """Return `a @ weight.T` of `shape` (M, N), and the fields of an instance for backward."""
 
     def grad_input(
-        self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
+        self, g: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: dtype
     ) -> Tensor:
         """Return `g @ weight` of `shape` (M, K); `g` is grad_output in float8."""
 
@@ -47,20 +47,20 @@ class OnTheFly(NamedTuple):
     """In backward, the scale of forward if backward quantizes under the same one; else None."""
 
     def output(
-        self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
+        self, a: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: dtype
     ) -> tuple[Tensor, Fields]:
         """Quantize the weight; return `a @ weight.T`, and (weight, scale for backward or None)."""
         cast, plan, products = settings.casts.weight, settings.plan, settings.products
         traced = cast.source is not None  # record the amax outside the cast; see `quantize`
         b = products.quantize_weight(self.values, cast, row=True, pad_rows=True, traced=traced).row
-        y = products.output(a, b, shape, *expert_ends, gemm=plan.output, out_dtype=out_dtype)
+        y = products.output(a, b, shape, *group_ends, gemm=plan.output, out_dtype=out_dtype)
         scale = None
         if plan.reuse_weight and cast.config.scaling_granularity.one_scale:
             scale = b.scale[:, 0].contiguous() if products.repeats_scales else b.scale  # [E] or []
         return y, (self.values, scale)
 
     def grad_input(
-        self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
+        self, g: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: dtype
     ) -> Any:
         """Quantize the weight to column data (the transposed copy), and return `g @ weight`.
 
@@ -72,7 +72,7 @@ class OnTheFly(NamedTuple):
         if self.scale is not None:
             cast = Cast(cast.config, scale=self.scale)
         b = products.quantize_weight(self.values, cast, col=True, after=g.scale).col
-        return products.grad_input(g, b, shape, *expert_ends, gemm=gemm, out_dtype=out_dtype)
+        return products.grad_input(g, b, shape, *group_ends, gemm=gemm, out_dtype=out_dtype)
 
 
 class InFloat8(NamedTuple):
@@ -82,19 +82,19 @@ class InFloat8(NamedTuple):
     scale: Tensor | Any = None
 
     def output(
-        self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
+        self, a: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: dtype
     ) -> tuple[Tensor, Fields]:
         """Return `a @ weight.T`, of data padded as GEMMs need, and the unpadded (data, scale)."""
         products, gemm = settings.products, settings.plan.output
         b = products.padded(Operand(*self), settings.casts.weight.config.scaling_granularity)
-        return products.output(a, b, shape, *expert_ends, gemm=gemm, out_dtype=out_dtype), self
+        return products.output(a, b, shape, *group_ends, gemm=gemm, out_dtype=out_dtype), self
 
     def grad_input(
-        self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: dtype
+        self, g: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: dtype
     ) -> Any:
         """Convert the data to column data (the transposed copy), and return `g @ weight`."""
         products, gemm = settings.products, settings.plan.grad_input
         b = products.transposed(
             Operand(*self), settings.casts.weight_for_grad_input.config, g.scale
         )
-        return products.grad_input(g, b, shape, *expert_ends, gemm=gemm, out_dtype=out_dtype)
+        return products.grad_input(g, b, shape, *group_ends, gemm=gemm, out_dtype=out_dtype)

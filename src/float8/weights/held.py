@@ -43,31 +43,31 @@ class Held(NamedTuple):
     col_scale: Tensor | Any = None
 
     def output(
-        self, a: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: torch.dtype
+        self, a: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: torch.dtype
     ) -> tuple[Tensor, "Fields"]:
         """Return `a @ weight.T` by row data, kept (compiled: or new), and fields for backward."""
         b, gemm = Operand(self.row_data, self.row_scale), settings.plan.output
         if torch.compiler.is_compiling():
-            y = self._times_held(a, b, shape, expert_ends, settings, False, gemm, out_dtype)
+            y = self._times_held(a, b, shape, group_ends, settings, False, gemm, out_dtype)
         else:
             products = settings.products
-            y = products.output(a, b, shape, *expert_ends, gemm=gemm, out_dtype=out_dtype)
+            y = products.output(a, b, shape, *group_ends, gemm=gemm, out_dtype=out_dtype)
         return y, (self.values, None, None, self.col_data, self.col_scale)
 
     def grad_input(
-        self, g: Operand, shape: Shape, expert_ends: Any, settings: "Call", out_dtype: torch.dtype
+        self, g: Operand, shape: Shape, group_ends: Any, settings: "Call", out_dtype: torch.dtype
     ) -> Any:
         """Return `g @ weight` by column data, kept (compiled: or new); `g` is grad_output."""
         b, gemm = Operand(self.col_data, self.col_scale), settings.plan.grad_input
         if torch.compiler.is_compiling():
-            return self._times_held(g, b, shape, expert_ends, settings, True, gemm, out_dtype)
+            return self._times_held(g, b, shape, group_ends, settings, True, gemm, out_dtype)
         products = settings.products
-        return products.grad_input(g, b, shape, *expert_ends, gemm=gemm, out_dtype=out_dtype)
+        return products.grad_input(g, b, shape, *group_ends, gemm=gemm, out_dtype=out_dtype)
 
-    def _times_held(self, a: Operand, b: Operand, shape: Shape, expert_ends: Any, settings: "Call",
+    def _times_held(self, a: Operand, b: Operand, shape: Shape, group_ends: Any, settings: "Call",
         col: bool, gemm: Any, out_dtype: torch.dtype) -> Any:  # fmt: skip
         return TIMES_HELD(
-            *a, *b, self.values.detach(), expert_ends[0] if expert_ends else None,
+            *a, *b, self.values.detach(), group_ends[0] if group_ends else None,
             settings.products.stored_transposed, *shape, col,
             settings.casts.weight.config.power_of_2, gemm.packed(), out_dtype,
         )  # fmt: skip

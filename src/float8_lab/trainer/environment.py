@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     about |= {"python": platform.python_version(), "platform": platform.platform()}
     about |= {"device": device_name(device), "device_type": device.type}
     about |= {"cuda": torch.version.cuda, "cpu_threads": torch.get_num_threads()}
-    libraries = "triton", "transformers", "peft", "torchao"
-    about |= {name: metadata.version(name) for name in libraries if util.find_spec(name)}
+    libraries = {"triton", "transformers", "peft", "torchao"}
+    about |= {x.name: x.version for x in metadata.distributions() if x.name in libraries}
     words = [Path(sys.argv[0]).name, *map(public_path, sys.argv[1:])]
     return about | {"git_commit": git_commit(), "command": shlex.join(words)}
 
