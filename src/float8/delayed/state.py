@@ -79,7 +79,7 @@ class StatefulLayer(Float8Module):
 
     def _float8_fresh_state(self, site: Site, device: torch.device) -> dict[str, Tensor]:
         """Return new {name: buffer} of operand `site`: 0, but scale 1 if not `enable_amax_init`."""
-        first = UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
+        first = _first_scale(self._float8_config)
         scale = torch.full((), first, dtype=torch.float32, device=device)
         history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
@@ -103,8 +103,7 @@ class StatefulLayer(Float8Module):
         for site in self._float8_stateful:  # in place: buffers may be DTensors
             self.get_buffer(site.amax).zero_()
             self.get_buffer(site.history).zero_()
-            first = UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
-            self.get_buffer(site.scale).fill_(first)
+            self.get_buffer(site.scale).fill_(_first_scale(self._float8_config))
         self._float8_state_was_written()
 
     def _float8_state_was_written(self) -> None:
@@ -293,6 +292,10 @@ class StatefulLayer(Float8Module):
             if any(prefix + x in state_dict for x, _ in self.named_parameters() if x != "bias"):
                 self._float8_reset_state()  # the old scales were of the old weight
         self._float8_state_was_written()  # loading wrote them
+
+
+def _first_scale(config: Float8LinearConfig) -> float:
+    return UNKNOWN_SCALE if config.enable_amax_init else 1.0
 
 
 def _scale_without_gradients(scale: Tensor) -> Tensor:

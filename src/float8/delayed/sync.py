@@ -227,9 +227,9 @@ class DelayedScaling(Feature):
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise `ValueError` if `delayed_scaling_config` is not default, but no cast `DELAYED`."""
-        given = config.delayed_scaling_config
-        if not config.delayed_sites and given != DelayedScalingConfig():
-            got = f"delayed_scaling_config: got {given!r}, expected the default, as no scaling_type"
+        value = config.delayed_scaling_config
+        if not config.delayed_sites and value != DelayedScalingConfig():
+            got = f"delayed_scaling_config: got {value!r}, expected the default, as no scaling_type"
             raise ValueError(f"{got} is DELAYED; leave it out, or set one to DELAYED")
 
     def before_step(self, model: nn.Module, group: Any) -> None:

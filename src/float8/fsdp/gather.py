@@ -223,21 +223,22 @@ class Float8GatherWeight(Wrapper):
         ranks and not one scale for all. A valid cast or scale that `keep` stored is used, except
         under delayed scaling; else the shard (even R = 0) is rounded to `dtype` and quantized.
         """
-        weight, how, shard = module.weight, self.how, self._inner
+        weight, config, shard = module.weight, self.how, self._inner
         owner = local_tensor(weight)  # stores kept casts; with CPU offload `self` is a copy of it
         owner.param_dtype = dtype  # from now on the shard can be cast ahead
-        delayed = how.scaling_type is ScalingType.DELAYED
+        delayed = config.scaling_type is ScalingType.DELAYED
         kept = None if delayed else owner.kept(weight)  # delayed casts record amaxes: none is kept
-        one_scale, amax = how.scaling_granularity.one_scale, None
+        one_scale, amax = config.scaling_granularity.one_scale, None
         quantized: Any = kept
         if kept is None or kept.data is None:
             if delayed:
-                cast = module._float8_cast_of_shard(how, shard)
+                cast = module._float8_cast_of_shard(config, shard)
                 amax = cast.source.amax
             elif kept is not None:  # only the scale was kept, on the CPU if shards are offloaded
-                cast = Cast(how, scale=kept.scale.to(shard.device))
+                cast = Cast(config, scale=kept.scale.to(shard.device))
             else:
-                cast = Cast(how, reduce=amax_over(sharding_groups(weight)) if one_scale else None)
+                reduce = amax_over(sharding_groups(weight)) if one_scale else None
+                cast = Cast(config, reduce=reduce)
             quantized = self.quantized(shard, cast, dtype)
         scale = quantized.scale
         sent = padded_shard(quantized.data.view(torch.uint8), rows)

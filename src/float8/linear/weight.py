@@ -94,7 +94,6 @@ class InFloat8(NamedTuple):
     ) -> Any:
         """Convert the data to column data (the transposed copy), and return `g @ weight`."""
         products, gemm = settings.products, settings.plan.grad_input
-        b = products.transposed(
-            Operand(*self), settings.casts.weight_for_grad_input.config, g.scale
-        )
+        cast_config = settings.casts.weight_for_grad_input.config
+        b = products.transposed(Operand(*self), cast_config, g.scale)
         return products.grad_input(g, b, shape, *group_ends, gemm=gemm, out_dtype=out_dtype)
